@@ -1,0 +1,44 @@
+# `make demo` and `make test` do all the set-up themselves.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help demo test format bench clean
+
+help:
+	@echo "make demo    a plan before and after a node is lost"
+	@echo "make test    format, lint, types, layers, doctests, tests"
+	@echo "make format  rewrite the files the way 'make test' wants them"
+	@echo "make bench   the benchmarks, as tables"
+	@echo "make clean   remove .venv and what the tools left"
+
+# Not isolated: an isolated build would fetch its own setuptools, past the constraints.
+$(VENV)/installed: pyproject.toml constraints.txt
+	@echo "setting up $(VENV)" >&2
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) setuptools
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[test]'
+	@touch $@
+
+demo: $(VENV)/installed
+	@$(BIN)/hieravg plan --hierarchy node=4,zone=16,global=64 --params 125M \
+	  --node a:4:zone=z1 --node b:4:zone=z1 --node c:2:zone=z2 --lose b
+
+test: $(VENV)/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest --cov
+
+format: $(VENV)/installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/installed
+	$(BIN)/python benchmarks/plan.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,47 @@
+"""The command `hieravg`. stdout is data, stderr is talk.
+
+Each subcommand is a module with `add_parser` and a function that returns the exit code; this file only
+chooses among them and turns our errors into messages.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from elastic_hieravg import __version__
+from elastic_hieravg.cli import plan
+from elastic_hieravg.errors import HierAvgError, InputError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="hieravg",
+        description="Fault-tolerant training that averages models at several levels.",
+        epilog="hieravg COMMAND --help shows the flags of a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"hieravg {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    plan.add_parser(commands)
+    parsed = parser.parse_args(arguments)
+    try:
+        return _run(parsed)
+    except HierAvgError as exc:
+        print(f"hieravg: {exc}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(exc, InputError) else EXIT_FAILED
+    except BrokenPipeError:
+        # The reader (`head`, a pager) has what it wanted. Python would complain once more when it
+        # flushes stdout at exit, so that goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    code: int = parsed.run(parsed)
+    # Flushed here, so that a reader who went away is noticed inside the `try`.
+    sys.stdout.flush()
+    return code

@@ -1,0 +1,72 @@
+"""Every error of ours, as a tree.
+
+    HierAvgError
+    ├── InputError            somebody wrote something we cannot use (exit code 2)
+    │   ├── HierarchyError    a hierarchy that contradicts itself
+    │   ├── TopologyError     nodes, labels and levels that do not go together
+    │   └── UsageError        a flag or a file
+    └── DocumentError         a plan document this version does not understand
+
+An error carries everything found wrong, not only the first thing, each with its hint.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PROBLEMS_SHOWN_MAX = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing found wrong: what was asked and found, with values, and what to do about it."""
+
+    message: str
+    hint: str
+
+    def __str__(self) -> str:
+        return f"{self.message}\n\nhint: {self.hint}"
+
+
+class HierAvgError(Exception):
+    """Base of all our errors; `problems` holds everything that was found, in reading order."""
+
+    def __init__(self, *problems: Problem) -> None:
+        assert problems, "an error names at least one problem"
+        super().__init__(*problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return str(self.problems[0])
+        shown = self.problems[:PROBLEMS_SHOWN_MAX]
+        texts = [f"{index}. {problem}" for index, problem in enumerate(shown, start=1)]
+        hidden = len(self.problems) - len(shown)
+        if hidden:
+            texts.append(f"... and {hidden} more")
+        return "\n\n".join([f"{len(self.problems)} problems", *texts])
+
+
+class InputError(HierAvgError):
+    """Somebody wrote something we cannot use."""
+
+
+class HierarchyError(InputError):
+    """A hierarchy that contradicts itself, whatever the nodes."""
+
+
+class TopologyError(InputError):
+    """Nodes that contradict each other, or that the hierarchy's levels do not apply to."""
+
+
+class UsageError(InputError):
+    """A flag or a file that cannot be read."""
+
+
+class DocumentError(HierAvgError):
+    """A plan document that this version does not understand, or that was altered."""
+
+
+def raise_if_any(error: type[HierAvgError], problems: Sequence[Problem]) -> None:
+    """Raise `error` with all `problems`, or return if there are none."""
+    if problems:
+        raise error(*problems)

@@ -1,0 +1,248 @@
+"""Which ranks sit on which node.
+
+A `Topology` is a membership put in order: it decides the rank of every slot. It knows nothing of periods
+or levels. Invariant: the same nodes in any order give the same topology, and so the same ranks.
+"""
+
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from types import MappingProxyType
+from typing import TypeGuard
+
+from elastic_hieravg.errors import Problem, TopologyError, raise_if_any
+from elastic_hieravg.plan.document import Fields
+
+# The labels everybody has, widest first: ranks follow them even if no level names them.
+WELL_KNOWN_LABELS = ("region", "zone", "rack")
+RANKS_MAX = 1 << 20
+NAME_LENGTH_MAX = 253
+
+_NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_LABEL_KEY = re.compile(r"[A-Za-z][A-Za-z0-9._/-]*")
+_LABEL_VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
+# Names of levels that need no label. A label of that name would never be looked at.
+_RESERVED_KEY = re.compile(r"node|global|size-[0-9]+")
+_DIGITS = re.compile(r"([0-9]+)")
+
+NaturalKey = tuple[tuple[str | int, ...], str]
+
+
+def natural_key(name: str) -> NaturalKey:
+    """Sort key under which numbers inside names count as numbers.
+
+    >>> sorted(["node-10", "node-2"], key=natural_key)
+    ['node-2', 'node-10']
+    """
+    # Text and digits alternate, text first, so equal positions always hold equal types.
+    # The name itself comes last: "n-2" and "n-02" are equal as numbers, yet their order must be fixed.
+    parts = _DIGITS.split(name)
+    return tuple(int(part) if index % 2 else part for index, part in enumerate(parts)), name
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine: its name, how many ranks it runs, and where it stands.
+
+    `incarnation` tells two starts of the same node apart. It is part of a group's identity, not of a
+    plan's digest, and the planner never reads it.
+    """
+
+    node_id: str
+    slots: int
+    labels: Mapping[str, str] = field(default_factory=dict)
+    incarnation: str = ""
+
+    def __post_init__(self) -> None:
+        raise_if_any(TopologyError, list(_node_problems(self)))
+        ordered = dict(sorted(self.labels.items()))
+        object.__setattr__(self, "labels", MappingProxyType(ordered))
+
+    def __hash__(self) -> int:
+        return hash((self.node_id, self.slots, tuple(self.labels.items()), self.incarnation))
+
+    def __reduce__(self) -> tuple[type["Node"], tuple[object, ...]]:
+        # A mapping proxy cannot be pickled or copied; the dict it was made from can.
+        return Node, (self.node_id, self.slots, dict(self.labels), self.incarnation)
+
+    def document(self) -> dict[str, object]:
+        return {
+            "node_id": self.node_id,
+            "slots": self.slots,
+            "labels": dict(self.labels),
+            "incarnation": self.incarnation,
+        }
+
+    @classmethod
+    def read(cls, value: object, *, where: str) -> "Node":
+        """A node from a document; labels and incarnation may be missing."""
+        fields = Fields(value, where=where)
+        node = cls(
+            fields.text("node_id"),
+            fields.number("slots"),
+            fields.texts("labels"),
+            fields.text("incarnation", default=""),
+        )
+        fields.close()
+        return node
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a rank sits."""
+
+    rank: int
+    node_id: str
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Topology:
+    """A non-empty set of nodes, in rank order.
+
+    Nodes are sorted by the labels in `sort_by` (widest first; a node without the label comes first), then
+    by name, all in natural order. Rank 0 is the first slot of the first node.
+
+    >>> Topology([Node("n10", 2), Node("n9", 1)]).ranks_of("n10")
+    range(1, 3)
+    """
+
+    nodes: tuple[Node, ...]
+    sort_by: tuple[str, ...]
+    first_ranks: tuple[int, ...] = field(repr=False, compare=False)
+
+    def __init__(self, nodes: Iterable[Node], *, sort_by: tuple[str, ...] = WELL_KNOWN_LABELS) -> None:
+        given = tuple(nodes)
+        raise_if_any(TopologyError, list(_membership_problems(given)))
+
+        def sort_key(node: Node) -> tuple[NaturalKey, ...]:
+            labels = (natural_key(node.labels.get(key, "")) for key in sort_by)
+            return (*labels, natural_key(node.node_id))
+
+        ordered = tuple(sorted(given, key=sort_key))
+        starts = accumulate((node.slots for node in ordered[:-1]), initial=0)
+        object.__setattr__(self, "nodes", ordered)
+        object.__setattr__(self, "sort_by", sort_by)
+        object.__setattr__(self, "first_ranks", tuple(starts))
+
+    @property
+    def world_size(self) -> int:
+        return self.first_ranks[-1] + self.nodes[-1].slots
+
+    def seat(self, rank: int) -> Seat:
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"rank {rank} is not in a world of {self.world_size}")
+        index = bisect_right(self.first_ranks, rank) - 1
+        return Seat(rank, self.nodes[index].node_id, rank - self.first_ranks[index])
+
+    def seats(self) -> Iterator[Seat]:
+        """All seats, in rank order."""
+        for node, ranks in self.placed():
+            for local_rank, rank in enumerate(ranks):
+                yield Seat(rank, node.node_id, local_rank)
+
+    def placed(self) -> Iterator[tuple[Node, range]]:
+        """All nodes with their ranks, in rank order."""
+        for node, first in zip(self.nodes, self.first_ranks, strict=True):
+            yield node, range(first, first + node.slots)
+
+    def ranks_of(self, node_id: str) -> range:
+        for node, ranks in self.placed():
+            if node.node_id == node_id:
+                return ranks
+        raise KeyError(node_id)
+
+    def lose(self, *node_ids: str) -> "Topology":
+        """This topology without the named nodes."""
+        known = {node.node_id for node in self.nodes}
+        unknown = sorted(set(node_ids) - known, key=natural_key)
+        problems = [
+            Problem(f"node {node_id} cannot be lost: it is not there", f"the nodes are {self.listing()}")
+            for node_id in unknown
+        ]
+        if not problems and known == set(node_ids):
+            problems = [
+                Problem(
+                    f"all {len(known)} nodes are lost ({self.listing()}), and a plan needs at least one",
+                    "keep one node",
+                )
+            ]
+        raise_if_any(TopologyError, problems)
+        return Topology((node for node in self.nodes if node.node_id not in node_ids), sort_by=self.sort_by)
+
+    def join(self, *nodes: Node) -> "Topology":
+        """This topology with further nodes."""
+        return Topology((*self.nodes, *nodes), sort_by=self.sort_by)
+
+    def listing(self, *, shown_max: int = 8) -> str:
+        """Nodes and slots for messages: `a:4 b:2`, shortened if there are many."""
+        shown = " ".join(f"{node.node_id}:{node.slots}" for node in self.nodes[:shown_max])
+        hidden = len(self.nodes) - shown_max
+        return f"{shown} and {hidden} more" if hidden > 0 else shown
+
+
+def _node_problems(node: Node) -> Iterator[Problem]:
+    if not _is_name(node.node_id, _NODE_ID):
+        yield Problem(
+            f"node id {node.node_id!r} is not a name",
+            f"use 1 to {NAME_LENGTH_MAX} letters, digits, dots, dashes and underscores, "
+            "beginning with a letter or digit",
+        )
+    # A bool is an int to Python, and `slots=True` is a slip, not one slot.
+    if type(node.slots) is not int or node.slots < 1:
+        yield Problem(
+            f"node {node.node_id} has {node.slots!r} slots",
+            "slots is the number of ranks the node runs: a whole number, 1 or more",
+        )
+    if not isinstance(node.incarnation, str):
+        yield Problem(f"node {node.node_id} has the incarnation {node.incarnation!r}", "an incarnation is text")
+    if not isinstance(node.labels, Mapping):
+        yield Problem(
+            f"node {node.node_id} has the labels {node.labels!r}",
+            'labels map a key to a value, for example {"zone": "z1"}',
+        )
+        return
+    for key, value in node.labels.items():
+        yield from _label_problems(node.node_id, key, value)
+
+
+def _label_problems(node_id: str, key: object, value: object) -> Iterator[Problem]:
+    if not _is_name(key, _LABEL_KEY):
+        yield Problem(
+            f"node {node_id} has a label with the key {key!r}, which is not a name",
+            "use letters, digits, dots, dashes, slashes and underscores, beginning with a letter",
+        )
+    elif _RESERVED_KEY.fullmatch(key):
+        yield Problem(
+            f"node {node_id} has a label {key}, which is the name of a level that needs no label",
+            "choose another key",
+        )
+    if not _is_name(value, _LABEL_VALUE):
+        yield Problem(
+            f"node {node_id} has the label {key} with the value {value!r}, which is not a name",
+            "use letters, digits, dots, dashes, slashes and underscores, beginning with a letter or digit",
+        )
+
+
+def _is_name(text: object, pattern: re.Pattern[str]) -> TypeGuard[str]:
+    return isinstance(text, str) and len(text) <= NAME_LENGTH_MAX and bool(pattern.fullmatch(text))
+
+
+def _membership_problems(nodes: tuple[Node, ...]) -> Iterator[Problem]:
+    if not nodes:
+        yield Problem("there are no nodes", "a plan needs at least one node")
+    counts = Counter(node.node_id for node in nodes)
+    for node_id in sorted((n for n, count in counts.items() if count > 1), key=natural_key):
+        yield Problem(
+            f"node id {node_id} is used by {counts[node_id]} nodes",
+            "give every node a name of its own",
+        )
+    ranks = sum(node.slots for node in nodes)
+    if ranks > RANKS_MAX:
+        yield Problem(
+            f"the {len(nodes)} nodes have {ranks} slots together, more than the {RANKS_MAX} a plan may have",
+            "check the slots of each node",
+        )
