@@ -124,8 +124,8 @@ def _nesting_problems(topology: Topology, *, inner: str, outer: str) -> Iterator
         if len(parents) > 1:
             found = [f"{parent} ({_named(parents[parent])})" for parent in sorted(parents, key=natural_key)]
             yield Problem(
-                f"{inner} {value} lies in {len(parents)} values of {outer}: {' and '.join(found)}",
-                f"every {inner} lies in one {outer}: correct the labels of these nodes, or name each "
+                f"{inner} {value} is in more than one {outer}: {' and '.join(found)}",
+                f"every {inner} is in one {outer}: correct the labels of these nodes, or name each "
                 f"{inner} for its {outer}, as in {min(parents, key=natural_key)}-{value}",
             )
 
@@ -195,15 +195,17 @@ def _groups_by_size(size: int, topology: Topology, *, parents: Groups, whole: Gr
     for unit in whole or tuple(tuple(ranks) for _, ranks in topology.placed()):
         for index, ranks in groupby(unit, key=parent_of.__getitem__):
             _pack(packed[index], list(ranks), size=size, may_cut=whole is None)
-    return tuple(sorted(tuple(group) for groups in packed for group in groups))
+    return tuple(sorted(tuple(group) for groups in packed for group in groups if group))
 
 
 def _pack(groups: list[list[int]], unit: list[int], *, size: int, may_cut: bool) -> None:
     """Append a unit to the last group if it fits there, else as a group of its own, or in parts."""
     if groups and len(groups[-1]) + len(unit) <= size:
         groups[-1].extend(unit)
-    elif may_cut:
+    elif may_cut and len(unit) > size:
         groups.extend(unit[start : start + size] for start in range(0, len(unit), size))
+        # The last part may have room left, but not for another node: the next one starts anew.
+        groups.append([])
     else:
         groups.append(unit)
 

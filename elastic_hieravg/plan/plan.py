@@ -88,7 +88,7 @@ class Plan:
     def rounds_per_step(self) -> Iterator[tuple[PlannedLevel, float]]:
         """How often each level really runs after warm-up: its own rate less that of the next wider one."""
         rates = [1 / level.period_steps for level in self.levels]
-        for level, rate, wider_rate in zip(self.levels, rates, [*rates[1:], 0.0], strict=True):
+        for level, rate, wider_rate in zip(self.levels, rates, [*rates[1:], 0.0], strict=False):
             yield level, rate - wider_rate
 
     @property

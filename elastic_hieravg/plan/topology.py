@@ -197,14 +197,6 @@ def _node_problems(node: Node) -> Iterator[Problem]:
             f"node {node.node_id} has {node.slots!r} slots",
             "slots is the number of ranks the node runs: a whole number, 1 or more",
         )
-    if not isinstance(node.incarnation, str):
-        yield Problem(f"node {node.node_id} has the incarnation {node.incarnation!r}", "an incarnation is text")
-    if not isinstance(node.labels, Mapping):
-        yield Problem(
-            f"node {node.node_id} has the labels {node.labels!r}",
-            'labels map a key to a value, for example {"zone": "z1"}',
-        )
-        return
     for key, value in node.labels.items():
         yield from _label_problems(node.node_id, key, value)
 

@@ -1,0 +1,38 @@
+"""What all tests share: the machine's programs, the rule that CI skips nothing, and the regenerate flag."""
+
+import os
+import shutil
+from collections.abc import Generator
+
+import pytest
+from hypothesis import settings
+
+# Deterministic in `make test`; a wider search is `HYPOTHESIS_PROFILE=search`.
+settings.register_profile("test", derandomize=True, deadline=None, max_examples=200)
+settings.register_profile("search", deadline=None, max_examples=5000, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "test"))
+
+pytest_plugins = ["pytester"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--regenerate", action="store_true", help="write the scenarios' expected text anew")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("needs"):
+        program, apt = mark.args[0], mark.kwargs["apt"]
+        if shutil.which(program) is None:
+            pytest.skip(f"{item.name} needs {program}: apt-get install {apt}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and os.environ.get("CI") == "true":
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"skipped, and CI skips nothing: {reason}"
+    return report

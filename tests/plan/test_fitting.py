@@ -1,0 +1,107 @@
+"""What `fit` refuses, holds and repairs. What it gives is told by the scenarios and the properties."""
+
+import pytest
+
+from elastic_hieravg.errors import InputError, TopologyError
+from elastic_hieravg.plan import Hierarchy, Misfit, Node, NoteKind, Plan, Topology, fit
+from elastic_hieravg.plan.fitting import NODES_NAMED_MAX
+
+TWO_BY_TWO = Topology([Node("a", 2), Node("b", 2)])
+
+
+def test_rejects_a_level_no_node_has_a_label_for() -> None:
+    with pytest.raises(TopologyError, match="level rack is unknown: no node has a label rack") as error:
+        fit(Hierarchy.parse("rack=2,global=4"), Topology([Node("a", 1, {"zone": "z1"})]))
+    assert "they have zone" in error.value.problems[0].hint
+    with pytest.raises(TopologyError, match="they have no labels"):
+        fit(Hierarchy.parse("rack=2,global=4"), TWO_BY_TWO)
+
+
+def test_rejects_a_label_missing_on_some_nodes_and_names_them() -> None:
+    bare = [Node(f"n{index}", 1) for index in range(NODES_NAMED_MAX + 2)]
+    with pytest.raises(TopologyError, match="it is missing on n0, n1, n2, n3, n4 and 2 more"):
+        fit(Hierarchy.parse("zone=2,global=4"), Topology([Node("x", 1, {"zone": "z1"}), *bare]))
+
+
+def test_rejects_a_rack_in_two_zones_and_names_the_nodes() -> None:
+    nodes = [Node("a", 1, {"zone": "z1", "rack": "r1"}), Node("b", 1, {"zone": "z2", "rack": "r1"})]
+    with pytest.raises(TopologyError, match=r"rack r1 is in more than one zone: z1 \(a\) and z2 \(b\)"):
+        fit(Hierarchy.parse("rack=2,zone=4,global=8"), Topology(nodes))
+
+
+def test_a_rack_in_two_zones_is_fine_if_zones_are_no_level() -> None:
+    nodes = [
+        Node("a", 1, {"zone": "z1", "rack": "r1"}),
+        Node("b", 1, {"zone": "z1", "rack": "r2"}),
+        Node("c", 1, {"zone": "z2", "rack": "r1"}),
+    ]
+    plan = fit(Hierarchy.parse("rack=2,global=8"), Topology(nodes))
+    assert plan.levels[0].groups == ((0, 2), (1,))
+
+
+def test_reports_all_label_problems_together() -> None:
+    nodes = [
+        Node("a", 1, {"zone": "z1", "rack": "r1"}),
+        Node("b", 1, {"zone": "z2", "rack": "r1"}),
+        Node("c", 1),
+    ]
+    with pytest.raises(TopologyError) as error:
+        fit(Hierarchy.parse("rack=2,zone=4,room=8,global=16"), Topology(nodes))
+    assert len(error.value.problems) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ({"warmup_steps": -1}, "there are -1 warm-up steps"),
+        ({"generation": -1}, "the generation is -1"),
+        ({"on_misfit": "ignore"}, "on_misfit is 'ignore'"),
+    ],
+)
+def test_rejects_arguments_that_make_no_sense(arguments: dict[str, int], found: str) -> None:
+    with pytest.raises(InputError, match=found):
+        fit(Hierarchy.parse("global=4"), TWO_BY_TWO, **arguments)  # type: ignore[call-overload]
+
+
+def test_strict_returns_the_misfit_with_its_reason() -> None:
+    hierarchy = Hierarchy.parse("size-8=4,global=16")
+    misfit = fit(hierarchy, Topology([Node("a", 4), Node("b", 2)]), on_misfit="strict")
+    assert misfit == Misfit(
+        "level size-8 averages groups of 8 ranks, which does not divide the world of 6 (a:4 b:2)",
+        'set `on_misfit = "repair"` to average over uneven groups, or wait for 2 more ranks',
+    )
+
+
+def test_strict_holds_if_sizes_divide_the_world_but_would_split_a_node() -> None:
+    hierarchy = Hierarchy.from_group_sizes({2: 2, 8: 4})
+    misfit = fit(hierarchy, Topology([Node("a", 1), Node("b", 2), Node("c", 1)]), on_misfit="strict")
+    assert isinstance(misfit, Misfit)
+    assert "which would split nodes of the world of 4 (a:1 b:2 c:1)" in misfit.reason
+    assert misfit.hint == 'set `on_misfit = "repair"` to average over uneven groups'
+
+
+def test_strict_holds_if_the_last_size_is_not_the_world() -> None:
+    misfit = fit(Hierarchy.from_group_sizes({2: 2, 8: 8}), TWO_BY_TWO, on_misfit="strict")
+    assert isinstance(misfit, Misfit)
+    assert "groups of 8 ranks, which is not the world of 4" in misfit.reason
+
+
+def test_strict_gives_a_plan_where_the_sizes_fit() -> None:
+    plan = fit(Hierarchy.from_group_sizes({2: 2, 8: 4}), TWO_BY_TWO, on_misfit="strict")
+    assert isinstance(plan, Plan)
+    assert plan.notes == ()
+
+
+def test_strict_concerns_sizes_only() -> None:
+    plan = fit(Hierarchy.parse("node=2,global=4"), Topology([Node("a", 2)]), on_misfit="strict")
+    assert isinstance(plan, Plan)
+    assert [note.kind for note in plan.notes] == [NoteKind.MERGED]
+
+
+def test_sizes_give_torchs_contiguous_blocks_where_torch_gives_any() -> None:
+    plan = fit(Hierarchy.from_group_sizes({2: 2, 4: 4, 8: 8}), Topology([Node("a", 4), Node("b", 4)]))
+    assert [level.groups for level in plan.levels] == [
+        ((0, 1), (2, 3), (4, 5), (6, 7)),
+        ((0, 1, 2, 3), (4, 5, 6, 7)),
+        ((0, 1, 2, 3, 4, 5, 6, 7),),
+    ]
