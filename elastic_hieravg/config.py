@@ -16,7 +16,8 @@ NODES_FILE_FORM = '[{"node_id": "a", "slots": 4, "labels": {"zone": "z1"}}]'
 NODES_FILE_BYTES_MAX = 64 * 1024 * 1024
 
 _SLOTS = re.compile(r"-?[0-9]{1,9}")
-_PARAMS = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMBT]?)", re.IGNORECASE)
+_STEPS = re.compile(r"[0-9]{1,18}")
+_PARAMS = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([KMBT]?)", re.IGNORECASE)
 _PARAMS_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _PARAMS_MAX = 10**15
 
@@ -100,6 +101,13 @@ def _read_nodes_document(path: Path) -> object:
         return parse_json(text, where=str(path))
     except DocumentError as exc:
         raise UsageError(*exc.problems) from exc
+
+
+def read_steps(text: str, *, flag: str) -> int:
+    """Read a number of steps, 0 or more."""
+    if not _STEPS.fullmatch(text):
+        raise UsageError(Problem(f"{flag} is {text!r}", "give a whole number of steps, 0 or more"))
+    return int(text)
 
 
 def read_params(text: str) -> int:

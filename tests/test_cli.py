@@ -37,7 +37,7 @@ def test_plan_shows_what_a_loss_and_a_join_change() -> None:
         "change to generation 2: lost b",
         "change to generation 3: joined d",
     ]
-    assert "  kept  {0-3}  node    built in generation 1" in lines
+    assert "  kept  {0-3}      node    built in generation 1" in lines
     assert "  moved  c  {8-9} -> {4-5}" in lines
 
 
@@ -125,8 +125,12 @@ def test_strict_says_why_the_job_would_hold() -> None:
         ([*PLAN, "--lose", "a", "--lose", "b", "--lose", "c"], "all 3 nodes are lost"),
         ([*PLAN, "--join", "a:1:zone=z1"], "node id a is used by 2 nodes"),
         ([*PLAN, "--params", "many"], "'many' is not a number of parameters"),
-        ([*PLAN, "--warmup-steps", "-1"], "there are -1 warm-up steps"),
-        ([*PLAN, "--warmup-steps", "x"], "invalid int value: 'x'"),
+        ([*PLAN, "--params", "9" * 400], "is not a number of parameters"),
+        ([*PLAN, "--lose", "9" * 5000], "cannot be lost: it is not there"),
+        ([*PLAN, "--lose", "a", "--lose", "a"], "node a is lost 2 times"),
+        ([*PLAN, "--warm", "1"], "unrecognized arguments: --warm"),
+        ([*PLAN, "--warmup-steps", "-1"], "--warmup-steps is '-1'"),
+        ([*PLAN, "--warmup-steps", "x"], "--warmup-steps is 'x'"),
         ([*PLAN, "--on-misfit", "panic"], "invalid choice: 'panic'"),
     ],
 )

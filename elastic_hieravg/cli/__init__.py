@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="hieravg",
         description="Fault-tolerant training that averages models at several levels.",
         epilog="hieravg COMMAND --help shows the flags of a command.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"hieravg {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -36,8 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader (`head`, a pager) has what it wanted. Python would complain once more when it
         # flushes stdout at exit, so that goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
         return EXIT_FAILED
+    except OSError as exc:
+        print(f"hieravg: the output cannot be written: {exc.strerror}", file=sys.stderr)
+        _discard_stdout()
+        return EXIT_FAILED
+
+
+def _discard_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(parsed: argparse.Namespace) -> int:

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_hieravg.config import NODE_FORM, NODES_FILE_FORM, read_nodes, read_nodes_file, read_params
+from elastic_hieravg.config import (
+    NODE_FORM,
+    NODES_FILE_FORM,
+    read_nodes,
+    read_nodes_file,
+    read_params,
+    read_steps,
+)
 from elastic_hieravg.errors import Problem, UsageError
 from elastic_hieravg.plan import (
     Change,
@@ -60,11 +67,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Show the plan for a hierarchy and a set of nodes. Nothing is started.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--hierarchy", required=True, metavar="LEVELS", help="node=4,zone=16,global=64")
     parser.add_argument("--node", action="append", default=[], metavar="NODE", help=f"{NODE_FORM}; repeatable")
     parser.add_argument("--nodes-file", type=Path, metavar="FILE", help=f"JSON: {NODES_FILE_FORM}")
-    parser.add_argument("--warmup-steps", type=int, default=0, metavar="STEPS", help="synchronous steps first")
+    parser.add_argument("--warmup-steps", default="0", metavar="STEPS", help="synchronous steps first")
     parser.add_argument("--on-misfit", choices=ON_MISFIT, default="repair", help="if group sizes do not fit")
     parser.add_argument("--lose", action="append", default=[], metavar="NAME", help="then lose it; repeatable")
     parser.add_argument("--join", action="append", default=[], metavar="NODE", help="then add it; repeatable")
@@ -89,6 +97,7 @@ def run(flags: argparse.Namespace) -> int:
 def tell(flags: argparse.Namespace) -> Story | Misfit:
     """Fit the plan, and once more after the losses and after the joins."""
     hierarchy = Hierarchy.parse(flags.hierarchy)
+    warmup_steps = read_steps(flags.warmup_steps, flag="--warmup-steps")
     nodes = read_nodes(flags.node)
     if flags.nodes_file is not None:
         nodes += read_nodes_file(flags.nodes_file)
@@ -102,7 +111,7 @@ def tell(flags: argparse.Namespace) -> Story | Misfit:
             hierarchy,
             topology,
             generation=len(plans) + 1,
-            warmup_steps=flags.warmup_steps,
+            warmup_steps=warmup_steps,
             on_misfit=flags.on_misfit,
         )
         if isinstance(plan, Misfit):
@@ -169,6 +178,7 @@ def _change_document(change: Change) -> dict[str, object]:
         "generation": change.generation,
         "lost": change.lost,
         "joined": change.joined,
+        "restarted": change.restarted,
         "moves": [
             {
                 "node_id": move.node_id,
@@ -180,12 +190,13 @@ def _change_document(change: Change) -> dict[str, object]:
         ],
         "kept": [_group_document(group) for group in change.kept],
         "new": [_group_document(group) for group in change.new],
-        "gone": [_group_document(group) for group in change.gone],
+        # These have no ranks any more.
+        "gone": [_group_document(group, ranks="ranks_before") for group in change.gone],
     }
 
 
-def _group_document(group: PlannedGroup) -> dict[str, object]:
-    return {"ranks": group.ranks, "levels": group.levels, "built_in_generation": group.key.generation}
+def _group_document(group: PlannedGroup, *, ranks: str = "ranks") -> dict[str, object]:
+    return {ranks: group.ranks, "levels": group.levels, "built_in_generation": group.key.generation}
 
 
 def _cost_document(plan: Plan, *, model_bytes: int) -> dict[str, object]:

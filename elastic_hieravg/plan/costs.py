@@ -73,18 +73,19 @@ def cost(plan: Plan, *, model_bytes: int) -> Cost:
     >>> cost(plan, model_bytes=100).levels[1].per_round
     Traffic(inside_nodes_bytes=400.0, between_nodes_bytes=200.0, between_zones_bytes=0.0)
     """
-    per_round = {level.name: Traffic() for level in plan.levels}
     node_of = [index for index, node in enumerate(plan.topology.nodes) for _ in range(node.slots)]
     zones = [node.labels.get(ZONE_LABEL, "") for node in plan.topology.nodes]
-    for level in plan.levels:
+    levels = []
+    for level, rate in plan.rounds_per_step():
+        per_round = Traffic()
         for group in level.groups:
             # Ranks ascend, so the nodes come in rank order: the order of the ring.
             nodes = list(dict.fromkeys(node_of[rank] for rank in group))
             ring = [zones[node] for node in nodes]
             traffic = _group_round(ranks=len(group), ring=ring, model_bytes=model_bytes)
-            per_round[level.name] += traffic
-    levels = tuple(LevelCost(level.name, rate, per_round[level.name]) for level, rate in plan.rounds_per_step())
-    return Cost(model_bytes, levels, levels[-1].per_round if levels else Traffic())
+            per_round += traffic
+        levels.append(LevelCost(level.name, rate, per_round))
+    return Cost(model_bytes, tuple(levels), levels[-1].per_round if levels else Traffic())
 
 
 def _group_round(*, ranks: int, ring: list[str], model_bytes: int) -> Traffic:

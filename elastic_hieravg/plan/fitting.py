@@ -8,13 +8,13 @@ depends on nothing but the arguments.
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import combinations, groupby, pairwise
 from typing import Literal, overload
 
 from elastic_hieravg.errors import InputError, Problem, TopologyError, raise_if_any
-from elastic_hieravg.plan.hierarchy import GLOBAL, NODE, Hierarchy, Level
+from elastic_hieravg.plan.hierarchy import Hierarchy, Level
 from elastic_hieravg.plan.plan import Note, NoteKind, Plan, PlannedLevel
-from elastic_hieravg.plan.topology import WELL_KNOWN_LABELS, Node, Topology, natural_key
+from elastic_hieravg.plan.topology import GLOBAL, NODE, WELL_KNOWN_LABELS, Node, Topology, natural_key
 
 OnMisfit = Literal["repair", "strict"]
 ON_MISFIT: tuple[OnMisfit, ...] = ("repair", "strict")
@@ -71,18 +71,21 @@ def fit(
     >>> [(level.name, level.groups) for level in plan.levels]
     [('node', ((0, 1), (2,))), ('global', ((0, 1, 2),))]
     """
-    raise_if_any(InputError, list(_argument_problems(generation, warmup_steps, on_misfit)))
+    problems = _argument_problems(generation=generation, warmup_steps=warmup_steps, on_misfit=on_misfit)
+    raise_if_any(InputError, list(problems))
     raise_if_any(TopologyError, list(_label_problems(hierarchy, topology)))
-    ordered = Topology(topology.nodes, sort_by=_sort_keys(hierarchy))
+    sort_by = _sort_keys(hierarchy)
+    ordered = topology if topology.sort_by == sort_by else Topology(topology.nodes, sort_by=sort_by)
     asked = _group_levels(hierarchy, ordered)
     resizes = list(_resizes(hierarchy, ordered, asked))
     if resizes and on_misfit == "strict":
         return Misfit("; ".join(resize.cause for resize in resizes), _misfit_hint(hierarchy, ordered))
     levels, notes = _simplify(hierarchy, asked)
-    return Plan(generation, ordered, levels, (*map(_Resize.note, resizes), *notes), warmup_steps)
+    notes = (*map(_Resize.note, resizes), *notes)
+    return Plan(generation, ordered, levels, notes=notes, warmup_steps=warmup_steps)
 
 
-def _argument_problems(generation: int, warmup_steps: int, on_misfit: str) -> Iterator[Problem]:
+def _argument_problems(*, generation: int, warmup_steps: int, on_misfit: str) -> Iterator[Problem]:
     if type(generation) is not int or generation < 0:
         yield Problem(f"the generation is {generation!r}", "generations are counted: a whole number, 0 or more")
     if type(warmup_steps) is not int or warmup_steps < 0:
@@ -110,7 +113,9 @@ def _label_problems(hierarchy: Hierarchy, topology: Topology) -> Iterator[Proble
                 f"level {key} needs the label {key} on every node; it is missing on {_named(without)}",
                 f"give these nodes a {key}, or leave the level {key} out",
             )
-    for outer, inner in pairwise(keys):
+    # A level's label nests in the next level's, and in the well-known ones that are wider by their meaning.
+    known = [(outer, inner) for outer, inner in combinations(WELL_KNOWN_LABELS, 2) if inner in keys]
+    for outer, inner in dict.fromkeys([*pairwise(keys), *known]):
         yield from _nesting_problems(topology, inner=inner, outer=outer)
 
 
@@ -131,12 +136,16 @@ def _nesting_problems(topology: Topology, *, inner: str, outer: str) -> Iterator
 
 
 def _sort_keys(hierarchy: Hierarchy) -> tuple[str, ...]:
-    """Labels that order the ranks, widest first: the levels' own, and the well-known ones in their place."""
+    """Labels that order the ranks, widest first: the levels' own, and the well-known ones in their place.
+
+    That is before a narrower well-known one, else behind a wider one, else in front of all.
+    """
     keys = list(hierarchy.labels())
     for index, known in enumerate(WELL_KNOWN_LABELS):
         if known not in keys:
+            wider = [keys.index(key) + 1 for key in WELL_KNOWN_LABELS[:index] if key in keys]
             narrower = [keys.index(key) for key in WELL_KNOWN_LABELS[index + 1 :] if key in keys]
-            keys.insert(min(narrower, default=len(keys)), known)
+            keys.insert(min(narrower, default=max(wider, default=0)), known)
     return tuple(keys)
 
 
@@ -227,16 +236,23 @@ class _Resize:
 
 def _resizes(hierarchy: Hierarchy, topology: Topology, asked: list[Groups]) -> Iterator[_Resize]:
     world = f"the world of {topology.world_size} ({topology.listing()})"
-    for level, groups in zip(hierarchy.levels, asked, strict=True):
+    for index, (level, groups) in enumerate(zip(hierarchy.levels, asked, strict=True)):
         size = level.group_size
-        sizes = sorted({len(group) for group in groups})
-        if size is None or sizes == [size]:
+        if size is None or all(len(group) == size for group in groups):
             continue
-        why_not = "does not divide" if topology.world_size % size else "would split nodes of"
+        # Global is last and never sized, so there is always a level around this one.
+        around, parents = hierarchy.levels[index + 1].name, asked[index + 1]
+        if topology.world_size % size:
+            why_not = f"does not divide {world}"
+        elif any(len(parent) % size for parent in parents):
+            why_not = f"does not divide the groups of {around}, {_sizes(parents)} ranks each"
+        else:
+            why_not = f"cannot be made of whole nodes in rank order in {world}"
+        count = "1 group" if len(groups) == 1 else f"{len(groups)} groups"
         yield _Resize(
             level.name,
-            f"level {level.name} averages groups of {size} ranks, which {why_not} {world}",
-            f"{len(groups)} groups of {'/'.join(map(str, sizes))} ranks instead",
+            f"level {level.name} averages groups of {size} ranks, which {why_not}",
+            f"{count} of {_sizes(groups)} ranks instead",
         )
     if hierarchy.world_size not in (None, topology.world_size):
         yield _Resize(
@@ -247,11 +263,20 @@ def _resizes(hierarchy: Hierarchy, topology: Topology, asked: list[Groups]) -> I
 
 
 def _misfit_hint(hierarchy: Hierarchy, topology: Topology) -> str:
-    sizes = [level.group_size for level in hierarchy.levels if level.group_size]
-    wanted = hierarchy.world_size or max(sizes)
-    missing = -topology.world_size % wanted
     repair = 'set `on_misfit = "repair"` to average over uneven groups'
-    return f"{repair}, or wait for {missing} more ranks" if missing else repair
+    if hierarchy.world_size is None:
+        missing = -topology.world_size % max(level.group_size or 1 for level in hierarchy.levels)
+    else:
+        missing = hierarchy.world_size - topology.world_size
+    if not missing:
+        return repair
+    ranks = f"{abs(missing)} {'more' if missing > 0 else 'fewer'} rank{'s' if abs(missing) > 1 else ''}"
+    return f"{repair}, or wait for {ranks}"
+
+
+def _sizes(groups: Groups) -> str:
+    smallest, largest = min(map(len, groups)), max(map(len, groups))
+    return str(smallest) if smallest == largest else f"{smallest} to {largest}"
 
 
 def _simplify(hierarchy: Hierarchy, asked: list[Groups]) -> tuple[tuple[PlannedLevel, ...], tuple[Note, ...]]:

@@ -10,19 +10,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from elastic_hieravg.errors import HierarchyError, Problem, raise_if_any
+from elastic_hieravg.plan.topology import GLOBAL, KEY, NODE, SIZE_KEY, is_name
 
-NODE = "node"
-GLOBAL = "global"
 EXAMPLE = "node=4,zone=16,global=64"
 
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9._/-]*")
-_SIZE_NAME = re.compile(r"size-([0-9]{1,9})")
 _PERIOD = re.compile(r"-?[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One tier: its ranks average every `period_steps` steps.
+    """One level: its groups average every `period_steps` steps.
 
     The name says which ranks: `node`, `global`, `size-8` (groups of 8 ranks), or a label key.
     """
@@ -33,7 +30,7 @@ class Level:
     @property
     def group_size(self) -> int | None:
         """Ranks per group, if the level asks for a number and not for a place."""
-        match = _SIZE_NAME.fullmatch(self.name)
+        match = SIZE_KEY.fullmatch(self.name)
         return int(match[1]) if match else None
 
     @property
@@ -56,6 +53,7 @@ class Hierarchy:
     world_size: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "levels", tuple(self.levels))
         raise_if_any(HierarchyError, list(_problems(self)))
 
     @classmethod
@@ -82,6 +80,7 @@ class Hierarchy:
         return cls((*levels, Level(GLOBAL, last_period)), world_size=world_size)
 
     def __str__(self) -> str:
+        """The form that `parse` reads; `world_size` has no place in it."""
         return ",".join(map(str, self.levels))
 
     def labels(self) -> tuple[str, ...]:
@@ -92,7 +91,7 @@ class Hierarchy:
 def _read_level(item: str) -> Level | Problem:
     name, equals, rest = item.partition("=")
     period, *options = rest.split(":")
-    if not equals or not _NAME.fullmatch(name) or not _PERIOD.fullmatch(period) or "" in options:
+    if not equals or not is_name(name, KEY) or not _PERIOD.fullmatch(period) or "" in options:
         return Problem(
             f"{item!r} is not a level" if item else "there is an empty level between two commas",
             f"write level=period_steps, for example {EXAMPLE}",
@@ -132,7 +131,7 @@ def _problems(hierarchy: Hierarchy) -> Iterator[Problem]:
 def _name_problems(levels: tuple[Level, ...]) -> Iterator[Problem]:
     names = [level.name for level in levels]
     for level in levels:
-        if not _NAME.fullmatch(level.name):
+        if not is_name(level.name, KEY):
             yield Problem(
                 f"level name {level.name!r} is not a name",
                 "a level is node, global, size-8 or the key of a label",

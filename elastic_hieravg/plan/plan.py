@@ -6,7 +6,7 @@ every level the groups partition the world, and each lies inside one group of th
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 
@@ -53,13 +53,17 @@ class Plan:
     """Levels innermost first. `topology` holds the nodes in rank order.
 
     A plan of one rank has no levels. The last level spans the world; its rounds are the global rounds.
+    A plan that is none is a `DocumentError`: `fit` never makes one, a document may hold one.
     """
 
     generation: int
     topology: Topology
     levels: tuple[PlannedLevel, ...]
-    notes: tuple[Note, ...] = ()
-    warmup_steps: int = 0
+    notes: tuple[Note, ...] = field(default=(), kw_only=True)
+    warmup_steps: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        raise_if_any(DocumentError, list(_problems(self)))
 
     @property
     def world_size(self) -> int:
@@ -120,7 +124,7 @@ class Plan:
             "warmup_steps": self.warmup_steps,
             "notes": notes,
         }
-        return canonical_json(document)
+        return canonical_json({**document, "checksum": _checksum(document)})
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -133,7 +137,7 @@ class Plan:
     @classmethod
     def _read(cls, fields: Fields) -> "Plan":
         _check_version(fields)
-        digest = fields.text("digest")
+        digest, checksum = fields.text("digest"), fields.text("checksum")
         generation, warmup_steps = fields.number("generation"), fields.number("warmup_steps")
         sort_by = tuple(_read_text(value, where=where) for where, value in fields.items("sort_by"))
         nodes = tuple(Node.read(value, where=where) for where, value in fields.items("nodes"))
@@ -141,14 +145,16 @@ class Plan:
             generation,
             Topology(nodes, sort_by=sort_by),
             tuple(_read_level(value, where=where) for where, value in fields.items("levels")),
-            tuple(_read_note(value, where=where) for where, value in fields.items("notes")),
-            warmup_steps,
+            notes=tuple(_read_note(value, where=where) for where, value in fields.items("notes")),
+            warmup_steps=warmup_steps,
         )
         fields.close()
-        problems = [*_consistency_problems(plan, nodes)]
-        if not problems and plan.digest != digest:
-            problems = [_unusable(f"has the digest {digest}, but its content gives {plan.digest}")]
-        raise_if_any(DocumentError, problems)
+        if plan.topology.nodes != nodes:
+            raise DocumentError(_unusable("does not list its nodes in rank order"))
+        # Written again, it must come out the same: nothing was altered, lost or added on the way.
+        again = Fields(parse_json(plan.to_json(), where="the plan"), where="the plan")
+        if (digest, checksum) != (plan.digest, again.text("checksum")):
+            raise DocumentError(_unusable(f"has the checksum {checksum}, which is not that of its content"))
         return plan
 
 
@@ -206,11 +212,16 @@ def _read_note(value: object, *, where: str) -> Note:
     return Note(level, NoteKind(kind), reason)
 
 
-def _consistency_problems(plan: Plan, nodes: tuple[Node, ...]) -> Iterator[Problem]:
+def _checksum(document: dict[str, object]) -> str:
+    return hashlib.sha256(canonical_json(document).encode()).hexdigest()
+
+
+def _problems(plan: Plan) -> Iterator[Problem]:
     if plan.generation < 0 or plan.warmup_steps < 0:
         yield _unusable(f"has the generation {plan.generation} and {plan.warmup_steps} warm-up steps")
-    if plan.topology.nodes != nodes:
-        yield _unusable("does not list its nodes in rank order")
+    names = [level.name for level in plan.levels]
+    if len(set(names)) < len(names):
+        yield _unusable(f"has the levels {', '.join(names)}, one of them twice")
     for level in plan.levels:
         if level.period_steps < 1:
             yield _unusable(f"has the period {level.period_steps} at level {level.name}")
@@ -221,12 +232,14 @@ def _consistency_problems(plan: Plan, nodes: tuple[Node, ...]) -> Iterator[Probl
             yield _unusable(f"has groups at level {level.name} that do not partition {plan.world_size} ranks")
             return
     for inner, outer in pairwise(plan.levels):
-        if inner.period_steps < 1 or outer.period_steps % inner.period_steps:
+        is_growing = 1 <= inner.period_steps < outer.period_steps
+        if not is_growing or outer.period_steps % inner.period_steps:
             yield _unusable(f"has the period {outer.period_steps} at {outer.name}, which does not nest")
         if not _nests(inner, outer):
             yield _unusable(f"has a group at level {inner.name} that lies in two groups of {outer.name}")
-    if plan.levels and len(plan.levels[-1].groups) > 1:
-        yield _unusable("has no level that spans the world")
+    spans_world = bool(plan.levels) and len(plan.levels[-1].groups) == 1
+    if spans_world != (plan.world_size > 1):
+        yield _unusable(f"has no level that spans its {plan.world_size} ranks, or needs none")
 
 
 def _nests(inner: PlannedLevel, outer: PlannedLevel) -> bool:

@@ -4,7 +4,7 @@ Long lists are shortened here and nowhere else; whoever needs all of it takes th
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import count, islice
+from itertools import islice
 
 from elastic_hieravg.plan.changes import Change, PlannedGroup
 from elastic_hieravg.plan.costs import Cost, Traffic
@@ -15,7 +15,7 @@ GROUPS_SHOWN_MAX = 8
 STEPS_SHOWN = 4
 DIGEST_SHOWN = 12
 
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -74,6 +74,7 @@ def change_text(change: Change) -> str:
         if nodes
     ]
     lines = [f"change to generation {change.generation}: {'; '.join(events) or 'the same nodes'}"]
+    rows: list[tuple[str, ...]] = []
     moved: dict[str, list[tuple[int, int]]] = {}
     for move in change.moves:
         moved.setdefault(move.node_id, []).append((move.rank_before, move.rank))
@@ -81,12 +82,12 @@ def change_text(change: Change) -> str:
         ("moved", node_id, f"{ranks_text(old for old, _ in ranks)} -> {ranks_text(new for _, new in ranks)}")
         for node_id, ranks in moved.items()
     ]
-    groups = [
-        *(_group_row("kept", group) for group in change.kept),
-        *(_group_row("new", group) for group in change.new),
-        *(_group_row("gone", group) for group in change.gone),
-    ]
-    return "\n".join([*lines, *_table(moves), *_table(groups)])
+    # Each kind is shortened on its own: many kept groups must not hide the new ones.
+    for word, groups in (("kept", change.kept), ("new", change.new), ("gone", change.gone)):
+        shown = [_group_row(word, group) for group in groups[:GROUPS_SHOWN_MAX]]
+        hidden = len(groups) - len(shown)
+        rows += [*shown, (word, f"and {hidden} more", "", "")] if hidden else shown
+    return "\n".join([*lines, *_table(moves), *_table(rows)])
 
 
 def cost_text(cost: Cost) -> str:
@@ -102,9 +103,10 @@ def cost_text(cost: Cost) -> str:
         ("  a global round every step", *_traffic_row(cost.synchronous)),
     ]
     lines = ["bytes moved in the whole world", *_table(rows)]
-    if total.network_bytes:
+    if total.network_bytes and total.network_bytes < cost.synchronous.network_bytes:
         ratio = cost.synchronous.network_bytes / total.network_bytes
-        lines += [f"  between nodes and zones {ratio:.3g} times less than with a global round every step"]
+        shown = f"{ratio:.3g}" if ratio < 100 else f"{ratio:,.0f}"
+        lines += [f"  between nodes and zones {shown} times less than with a global round every step"]
     return "\n".join(lines)
 
 
@@ -113,7 +115,8 @@ def _schedule(plan: Plan) -> list[tuple[str, str]]:
     if plan.warmup_steps:
         rows.append(("warm-up", f"synchronous up to step {plan.warmup_steps}"))
     for level in plan.levels:
-        steps = (plan.warmup_steps + level.period_steps * index for index in count(1))
+        # The next wider period is at least twice this one, so at most every second step is taken from it.
+        steps = (plan.warmup_steps + level.period_steps * index for index in range(1, 2 * STEPS_SHOWN + 1))
         runs = islice((step for step in steps if plan.due(step) is level), STEPS_SHOWN)
         rows.append((level.name, f"after steps {', '.join(map(str, runs))}, ..."))
     return rows
@@ -126,7 +129,10 @@ def _groups_text(level: PlannedLevel) -> str:
 
 
 def _group_row(word: str, group: PlannedGroup) -> tuple[str, str, str, str]:
-    return word, ranks_text(group.ranks), "+".join(group.levels), f"built in generation {group.key.generation}"
+    shown = ranks_text(group.ranks)
+    # A group that is gone has no ranks in the new plan.
+    ranks = f"was {shown}" if word == "gone" else shown
+    return word, ranks, "+".join(group.levels), f"built in generation {group.key.generation}"
 
 
 def _traffic_row(traffic: Traffic) -> tuple[str, str, str]:

@@ -1,7 +1,8 @@
 """Which ranks sit on which node.
 
-A `Topology` is a membership put in order: it decides the rank of every slot. It knows nothing of periods
-or levels. Invariant: the same nodes in any order give the same topology, and so the same ranks.
+A `Topology` is a membership put in order. It knows nothing of periods or levels; `fit` orders it by the
+levels' labels too, so ranks are final in a plan's topology. Invariant: the same nodes in any order give the
+same topology, and so the same ranks.
 """
 
 import re
@@ -21,11 +22,14 @@ WELL_KNOWN_LABELS = ("region", "zone", "rack")
 RANKS_MAX = 1 << 20
 NAME_LENGTH_MAX = 253
 
+# The key of a label, and so the name of a level.
+KEY = re.compile(r"[A-Za-z][A-Za-z0-9._/-]*")
+SIZE_KEY = re.compile(r"size-([0-9]+)")
+NODE = "node"
+GLOBAL = "global"
+
 _NODE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_LABEL_KEY = re.compile(r"[A-Za-z][A-Za-z0-9._/-]*")
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
-# Names of levels that need no label. A label of that name would never be looked at.
-_RESERVED_KEY = re.compile(r"node|global|size-[0-9]+")
 _DIGITS = re.compile(r"([0-9]+)")
 
 NaturalKey = tuple[tuple[str | int, ...], str]
@@ -118,8 +122,11 @@ class Topology:
         given = tuple(nodes)
         raise_if_any(TopologyError, list(_membership_problems(given)))
 
+        values = {node.labels.get(key, "") for node in given for key in sort_by}
+        key_of = {value: natural_key(value) for value in values}
+
         def sort_key(node: Node) -> tuple[NaturalKey, ...]:
-            labels = (natural_key(node.labels.get(key, "")) for key in sort_by)
+            labels = (key_of[node.labels.get(key, "")] for key in sort_by)
             return (*labels, natural_key(node.node_id))
 
         ordered = tuple(sorted(given, key=sort_key))
@@ -158,10 +165,14 @@ class Topology:
     def lose(self, *node_ids: str) -> "Topology":
         """This topology without the named nodes."""
         known = {node.node_id for node in self.nodes}
-        unknown = sorted(set(node_ids) - known, key=natural_key)
         problems = [
             Problem(f"node {node_id} cannot be lost: it is not there", f"the nodes are {self.listing()}")
-            for node_id in unknown
+            for node_id in sorted(set(node_ids) - known)
+        ]
+        problems += [
+            Problem(f"node {node_id} is lost {count} times", "name every lost node once")
+            for node_id, count in sorted(Counter(node_ids).items())
+            if count > 1
         ]
         if not problems and known == set(node_ids):
             problems = [
@@ -185,7 +196,7 @@ class Topology:
 
 
 def _node_problems(node: Node) -> Iterator[Problem]:
-    if not _is_name(node.node_id, _NODE_ID):
+    if not is_name(node.node_id, _NODE_ID):
         yield Problem(
             f"node id {node.node_id!r} is not a name",
             f"use 1 to {NAME_LENGTH_MAX} letters, digits, dots, dashes and underscores, "
@@ -197,29 +208,39 @@ def _node_problems(node: Node) -> Iterator[Problem]:
             f"node {node.node_id} has {node.slots!r} slots",
             "slots is the number of ranks the node runs: a whole number, 1 or more",
         )
-    for key, value in node.labels.items():
-        yield from _label_problems(node.node_id, key, value)
+    # Typed as objects: what is checked here comes from files and from callers without a type checker.
+    incarnation: object = node.incarnation
+    if not isinstance(incarnation, str):
+        yield Problem(f"node {node.node_id} has the incarnation {incarnation!r}", "an incarnation is text")
+    labels: object = node.labels
+    if not isinstance(labels, Mapping):
+        hint = 'labels map keys to values, for example {"zone": "z1"}'
+        yield Problem(f"node {node.node_id} has the labels {labels!r}", hint)
+        return
+    for key, value in labels.items():
+        yield from _label_problems(node.node_id, key=key, value=value)
 
 
-def _label_problems(node_id: str, key: object, value: object) -> Iterator[Problem]:
-    if not _is_name(key, _LABEL_KEY):
+def _label_problems(node_id: str, *, key: object, value: object) -> Iterator[Problem]:
+    if not is_name(key, KEY):
         yield Problem(
             f"node {node_id} has a label with the key {key!r}, which is not a name",
             "use letters, digits, dots, dashes, slashes and underscores, beginning with a letter",
         )
-    elif _RESERVED_KEY.fullmatch(key):
+    # A label of that name would never be looked at.
+    elif key in (NODE, GLOBAL) or SIZE_KEY.fullmatch(key):
         yield Problem(
             f"node {node_id} has a label {key}, which is the name of a level that needs no label",
             "choose another key",
         )
-    if not _is_name(value, _LABEL_VALUE):
+    if not is_name(value, _LABEL_VALUE):
         yield Problem(
             f"node {node_id} has the label {key} with the value {value!r}, which is not a name",
             "use letters, digits, dots, dashes, slashes and underscores, beginning with a letter or digit",
         )
 
 
-def _is_name(text: object, pattern: re.Pattern[str]) -> TypeGuard[str]:
+def is_name(text: object, pattern: re.Pattern[str]) -> TypeGuard[str]:
     return isinstance(text, str) and len(text) <= NAME_LENGTH_MAX and bool(pattern.fullmatch(text))
 
 

@@ -29,14 +29,25 @@ def test_rejects_a_rack_in_two_zones_and_names_the_nodes() -> None:
         fit(Hierarchy.parse("rack=2,zone=4,global=8"), Topology(nodes))
 
 
-def test_a_rack_in_two_zones_is_fine_if_zones_are_no_level() -> None:
+def test_rejects_a_rack_in_two_zones_even_if_zones_are_no_level() -> None:
+    nodes = [Node("a", 1, {"zone": "z1", "rack": "r1"}), Node("b", 1, {"zone": "z2", "rack": "r1"})]
+    with pytest.raises(TopologyError, match="rack r1 is in more than one zone"):
+        fit(Hierarchy.parse("rack=2,global=8"), Topology(nodes))
+
+
+def test_labels_that_are_no_level_need_not_nest() -> None:
+    nodes = [Node("a", 1, {"zone": "z1", "rack": "r1"}), Node("b", 1, {"zone": "z2", "rack": "r1"})]
+    assert fit(Hierarchy.parse("zone=2,global=8"), Topology(nodes)).world_size == 2
+
+
+def test_ranks_follow_well_known_labels_before_others() -> None:
     nodes = [
-        Node("a", 1, {"zone": "z1", "rack": "r1"}),
-        Node("b", 1, {"zone": "z1", "rack": "r2"}),
-        Node("c", 1, {"zone": "z2", "rack": "r1"}),
+        Node("a", 1, {"zone": "z1", "switch": "s1"}),
+        Node("b", 1, {"zone": "z2", "switch": "s2"}),
+        Node("c", 1, {"zone": "z1", "switch": "s3"}),
     ]
-    plan = fit(Hierarchy.parse("rack=2,global=8"), Topology(nodes))
-    assert plan.levels[0].groups == ((0, 2), (1,))
+    plan = fit(Hierarchy.parse("switch=2,global=8"), Topology(nodes))
+    assert [node.node_id for node in plan.topology.nodes] == ["a", "c", "b"]
 
 
 def test_reports_all_label_problems_together() -> None:
@@ -76,7 +87,7 @@ def test_strict_holds_if_sizes_divide_the_world_but_would_split_a_node() -> None
     hierarchy = Hierarchy.from_group_sizes({2: 2, 8: 4})
     misfit = fit(hierarchy, Topology([Node("a", 1), Node("b", 2), Node("c", 1)]), on_misfit="strict")
     assert isinstance(misfit, Misfit)
-    assert "which would split nodes of the world of 4 (a:1 b:2 c:1)" in misfit.reason
+    assert "cannot be made of whole nodes in rank order in the world of 4 (a:1 b:2 c:1)" in misfit.reason
     assert misfit.hint == 'set `on_misfit = "repair"` to average over uneven groups'
 
 
@@ -84,6 +95,19 @@ def test_strict_holds_if_the_last_size_is_not_the_world() -> None:
     misfit = fit(Hierarchy.from_group_sizes({2: 2, 8: 8}), TWO_BY_TWO, on_misfit="strict")
     assert isinstance(misfit, Misfit)
     assert "groups of 8 ranks, which is not the world of 4" in misfit.reason
+    assert misfit.hint.endswith("or wait for 4 more ranks")
+    misfit = fit(Hierarchy.from_group_sizes({2: 1, 8: 3}), TWO_BY_TWO, on_misfit="strict")
+    assert isinstance(misfit, Misfit)
+    assert misfit.hint.endswith("or wait for 1 fewer rank")
+
+
+def test_the_reason_names_the_level_around_if_that_is_what_does_not_divide() -> None:
+    nodes = [Node("a", 2, {"zone": "z1"}), *(Node(name, 2, {"zone": "z2"}) for name in "bcd")]
+    plan = fit(Hierarchy.parse("size-4=2,zone=4,global=8"), Topology(nodes))
+    assert plan.notes[0].reason == (
+        "level size-4 averages groups of 4 ranks, which does not divide the groups of zone, "
+        "2 to 6 ranks each: 3 groups of 2 to 4 ranks instead"
+    )
 
 
 def test_strict_gives_a_plan_where_the_sizes_fit() -> None:
