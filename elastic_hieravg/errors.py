@@ -5,7 +5,10 @@
     │   ├── HierarchyError    a hierarchy that contradicts itself
     │   ├── TopologyError     nodes, labels and levels that do not go together
     │   └── UsageError        a flag or a file
-    └── DocumentError         a plan document this version does not understand
+    ├── DocumentError         a plan document this version does not understand
+    └── AveragingError        a round that did not happen; no parameter changed
+        ├── ParametersError   the tensors to average cannot be, or differ between ranks
+        └── PeerLostError     a rank died, cut the group or did not come; the group is over
 
 An error carries everything found wrong, not only the first thing, each with its hint.
 """
@@ -64,6 +67,18 @@ class UsageError(InputError):
 
 class DocumentError(HierAvgError):
     """A plan document that this version does not understand, or that was altered."""
+
+
+class AveragingError(HierAvgError):
+    """A round that did not happen; no parameter changed."""
+
+
+class ParametersError(AveragingError):
+    """The tensors to average cannot be averaged, or differ between ranks."""
+
+
+class PeerLostError(AveragingError):
+    """A rank died, cut the group, or did not come in time; the group is over."""
 
 
 def raise_if_any(error: type[HierAvgError], problems: Sequence[Problem]) -> None:

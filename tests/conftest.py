@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -11,6 +12,9 @@ from hypothesis import settings
 settings.register_profile("test", derandomize=True, deadline=None, max_examples=200)
 settings.register_profile("search", deadline=None, max_examples=5000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "test"))
+
+if TYPE_CHECKING:
+    from tests.averaging.ranks import Ranks
 
 pytest_plugins = ["pytester"]
 
@@ -36,3 +40,13 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"skipped, and CI skips nothing: {reason}"
     return report
+
+
+@pytest.fixture(scope="session")
+def ranks() -> "Iterator[Ranks]":
+    """A pool of real processes."""
+    from tests.averaging.ranks import Ranks
+
+    pool = Ranks()
+    yield pool
+    pool.close()

@@ -1,0 +1,300 @@
+"""The averager of a training loop: it counts steps and samples, and runs the widest level that is due.
+
+It follows a plan and keeps the groups that a new plan keeps. It does not watch for lost ranks: a round that
+fails raises, with every parameter as it was, and whoever knows the membership gives it a new plan.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch.distributed import PrefixStore, Store
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from elastic_hieravg.averaging.flat import FlatModel
+from elastic_hieravg.averaging.gradients import GradientHook, average_gradients
+from elastic_hieravg.averaging.groups import Group
+from elastic_hieravg.averaging.mesh import Peer
+from elastic_hieravg.averaging.rounds import TIMEOUT_S, AveragingGroup, Contribution
+from elastic_hieravg.errors import ParametersError, Problem
+from elastic_hieravg.events import Observe, Outcome, RoundDone, ignore
+from elastic_hieravg.plan import GroupKey, Member, Plan, PlannedLevel, first_keys
+
+LOOPBACK = "127.0.0.1"
+STATE_VERSION = 1
+
+
+class HierarchicalAverager:
+    """Averages a model over the groups of a plan. Making one is collective over the plan's ranks.
+
+    `store`: any torch store that all ranks reach; keys are prefixed with the groups' keys. `addresses`: where
+    each node is reached, the loopback if not given. `equalize`: begin with rank 0's model on every rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[Tensor],
+        *,
+        plan: Plan,
+        rank: int,
+        store: Store,
+        keys: Collection[GroupKey] | None = None,
+        addresses: Mapping[str, str] | None = None,
+        average_buffers: bool = True,
+        equalize: bool = True,
+        observe: Observe = ignore,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self._flat = FlatModel(*_named_tensors(model, average_buffers=average_buffers))
+        self._store = store
+        self._addresses = dict(addresses or {})
+        self._observe = observe
+        self._timeout_s = timeout_s
+        self._groups: dict[GroupKey, AveragingGroup] = {}
+        self._step = 0
+        self._samples: dict[str, float] = {}
+        self._new_samples = 0.0
+        self._hook: GradientHook | None = None
+        self.adopt(plan, rank=rank, keys=first_keys(plan) if keys is None else keys)
+        if equalize:
+            self._equalize()
+
+    @property
+    def step_count(self) -> int:
+        """Optimizer steps this rank has counted."""
+        return self._step
+
+    @property
+    def is_warmup(self) -> bool:
+        """Whether the step that is being computed belongs to the warm-up."""
+        return self.plan.is_warmup(self._step + 1)
+
+    def step(self, num_samples: float = 1) -> RoundDone | None:
+        """Count one optimizer step over so many samples; run the round that is due after it, if any."""
+        self._step += 1
+        self._new_samples += num_samples
+        if self._step < self._next_step:
+            return None
+        return self._run(self._due_level())
+
+    def average(self) -> RoundDone | None:
+        """Run a global round now, whatever is due. Collective over all ranks."""
+        return self._run(self.plan.levels[-1]) if self.plan.levels else None
+
+    def adopt(self, plan: Plan, *, rank: int, keys: Collection[GroupKey]) -> None:
+        """Follow another plan from the next step on. Groups whose key is among `keys` as before are kept."""
+        _check_slots(self._flat, plan)
+        wanted = self._own_keys(plan, rank, keys)
+        for gone in [key for key in self._groups if key not in wanted.values()]:
+            self._groups.pop(gone).close()
+        self.plan, self.rank = plan, rank
+        self._level_keys = wanted
+        # Innermost first on every rank: no two ranks ever wait for each other in different groups.
+        for level in plan.levels:
+            key = wanted.get(level.name)
+            if key is not None and key not in self._groups:
+                self._groups[key] = self._build(level, key)
+        self._samples = {level.name: self._samples.get(level.name, 0.0) for level in plan.levels}
+        self._schedule(plan.levels, after_step=self._step)
+
+    def attach(self, optimizer: Optimizer, *, num_samples: float | Callable[[], float] = 1) -> RemovableHandle:
+        """Count every step the optimizer really makes. A step that AMP skipped is not counted."""
+
+        def count(stepped: Optimizer, _args: object, _kwargs: object) -> None:
+            # Fused optimizers are called even for a step that must be skipped, and find out themselves.
+            found_inf = getattr(stepped, "found_inf", None)
+            if isinstance(found_inf, Tensor) and bool(found_inf.any()):
+                return
+            self.step(num_samples() if callable(num_samples) else num_samples)
+
+        return optimizer.register_step_post_hook(count)
+
+    def register_hook(self, ddp_model: nn.parallel.DistributedDataParallel) -> None:
+        """Average the gradients of a DDP model too: over the world during warm-up, then over the innermost
+        group. Collective over all ranks. DDP's own process group is not used for gradients any more.
+        """
+        levels = self.plan.levels
+        world = self._gradient_group(levels[-1]) if levels else None
+        if world is None:
+            return
+        innermost = world if levels[0] is levels[-1] else self._gradient_group(levels[0])
+        self._hook = GradientHook(world=world, innermost=innermost, is_warmup=lambda: self.is_warmup)
+        ddp_model.register_comm_hook(self._hook, average_gradients)
+        self._schedule(levels, after_step=self._step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step and the samples not yet averaged; the gradient hook goes by the same step."""
+        self._count_samples()
+        return {"version": STATE_VERSION, "step": self._step, "samples": dict(self._samples)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        step, samples = state.get("step"), state.get("samples")
+        is_known = state.get("version") == STATE_VERSION and type(step) is int and isinstance(samples, Mapping)
+        if not is_known:
+            raise ParametersError(
+                Problem(
+                    f"the averager's state has version {state.get('version')!r}, step {step!r} "
+                    f"and samples {samples!r}",
+                    "load what state_dict() of an averager gave",
+                )
+            )
+        assert type(step) is int
+        assert isinstance(samples, Mapping)
+        self._step = step
+        self._new_samples = 0.0
+        self._samples = {level.name: float(samples.get(level.name, 0.0)) for level in self.plan.levels}
+        self._schedule(self.plan.levels, after_step=self._step)
+
+    def close(self) -> None:
+        """Leave all groups. The model keeps its values and its place."""
+        while self._groups:
+            self._groups.popitem()[1].close()
+        if self._hook is not None:
+            self._hook.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, level: PlannedLevel) -> RoundDone | None:
+        self._count_samples()
+        at = self.plan.levels.index(level)
+        inner, outer = self.plan.levels[: at + 1], self.plan.levels[at + 1 :]
+        key = self._level_keys.get(level.name)
+        if key is None:
+            # Alone in its group: the average is there already.
+            self._samples |= {done.name: 0.0 for done in inner}
+            self._schedule(inner, after_step=self._step)
+            return None
+        samples = tuple(self._samples[each.name] for each in (level, *outer))
+        group = self._groups[key]
+        done, agreement = group.run(
+            Contribution(step=self._step, samples=samples, generation=self.plan.generation)
+        )
+        if done.outcome is Outcome.COMMITTED:
+            self._samples |= {each.name: 0.0 for each in inner}
+            self._samples |= dict(zip((each.name for each in outer), agreement.mean_samples, strict=True))
+        self._schedule(inner, after_step=max(self._step, agreement.step))
+        self._observe(done)
+        return done
+
+    def _equalize(self) -> None:
+        """One global round in which nobody holds the model yet: everybody gets the lowest rank's."""
+        key = self._level_keys.get(self.plan.levels[-1].name) if self.plan.levels else None
+        if key is not None:
+            nothing = Contribution(step=self._step, samples=(0.0,), holds_model=False)
+            done, _ = self._groups[key].run(nothing)
+            self._observe(done)
+
+    def _due_level(self) -> PlannedLevel:
+        if self.plan.is_warmup(self._step):
+            return self.plan.levels[-1]
+        return next(level for level in reversed(self.plan.levels) if self._next_due[level.name] <= self._step)
+
+    def _schedule(self, levels: Iterable[PlannedLevel], *, after_step: int) -> None:
+        if not hasattr(self, "_next_due") or set(self._next_due) != {level.name for level in self.plan.levels}:
+            self._next_due: dict[str, int] = {}
+            levels = self.plan.levels
+        for level in levels:
+            self._next_due[level.name] = self.plan.next_due_step(level, after_step=after_step)
+        first = min(self._next_due.values(), default=math.inf)
+        # During warm-up every step ends with a global round, unless a gradient hook keeps ranks together.
+        is_synchronous = self.plan.is_warmup(self._step + 1) and self.plan.levels and self._hook is None
+        self._next_step = self._step + 1 if is_synchronous else first
+
+    def _count_samples(self) -> None:
+        if self._new_samples:
+            self._samples = {name: samples + self._new_samples for name, samples in self._samples.items()}
+            self._new_samples = 0.0
+
+    def _own_keys(self, plan: Plan, rank: int, keys: Collection[GroupKey]) -> dict[str, GroupKey]:
+        """For each level the key of this rank's group, where it has company."""
+        key_of = {key.members: key for key in keys}
+        nodes = {node.node_id: node for node in plan.topology.nodes}
+        found = {}
+        for level in plan.levels:
+            seats = [plan.seat(member) for member in level.group_of(rank)]
+            members = tuple(
+                Member(seat.node_id, nodes[seat.node_id].incarnation, seat.local_rank) for seat in seats
+            )
+            if len(self._holders(plan, rank, level)) > 1:
+                found[level.name] = key_of[members]
+        return found
+
+    def _holders(self, plan: Plan, rank: int, level: PlannedLevel) -> tuple[int, ...]:
+        """The ranks of the level's group that hold the same tensors: those of the same slot, if sharded."""
+        group = level.group_of(rank)
+        if not self._flat.is_sharded:
+            return group
+        return tuple(other for other in group if plan.seat(other).local_rank == plan.seat(rank).local_rank)
+
+    def _build(self, level: PlannedLevel, key: GroupKey) -> AveragingGroup:
+        ranks = self._holders(self.plan, self.rank, level)
+        prefix = f"hieravg/{key.name}"
+        if self._flat.is_sharded:
+            prefix += f"/shard-{self.plan.seat(self.rank).local_rank}"
+        return AveragingGroup(
+            self._flat,
+            PrefixStore(prefix, self._store),
+            level=level.name,
+            index=ranks.index(self.rank),
+            peers=self._peers(ranks),
+            timeout_s=self._timeout_s,
+        )
+
+    def _gradient_group(self, level: PlannedLevel) -> Group | None:
+        ranks = level.group_of(self.rank)
+        if len(ranks) == 1:
+            return None
+        prefix = f"hieravg/{self._level_keys[level.name].name}/gradients"
+        store = PrefixStore(prefix, self._store)
+        index = ranks.index(self.rank)
+        return Group(store, index=index, peers=self._peers(ranks), timeout_s=self._timeout_s)
+
+    def _peers(self, ranks: Sequence[int]) -> tuple[Peer, ...]:
+        seats = [self.plan.seat(rank) for rank in ranks]
+        return tuple(
+            Peer(
+                f"rank {seat.rank} ({seat.node_id}/{seat.local_rank})",
+                seat.node_id,
+                self._addresses.get(seat.node_id, LOOPBACK),
+            )
+            for seat in seats
+        )
+
+
+def _named_tensors(
+    model: nn.Module | Iterable[Tensor], *, average_buffers: bool
+) -> tuple[Sequence[str], Callable[[], Sequence[Tensor]]]:
+    if not isinstance(model, nn.Module):
+        tensors = list(model)
+        return [f"parameter {index}" for index in range(len(tensors))], lambda: tensors
+    # Buffers that are not saved with the model are not part of it: caches, masks, tables.
+    saved = model.state_dict(keep_vars=True).keys() if average_buffers else ()
+    names = [name for name, _ in model.named_parameters()]
+    buffers = [name for name, _ in model.named_buffers() if name in saved]
+
+    def list_tensors() -> Sequence[Tensor]:
+        found: list[Tensor] = list(model.parameters())
+        if buffers:
+            named = dict(model.named_buffers())
+            found += [named[name] for name in buffers]
+        return found
+
+    return [*names, *buffers], list_tensors
+
+
+def _check_slots(flat: FlatModel, plan: Plan) -> None:
+    slots = {node.slots for node in plan.topology.nodes}
+    if flat.is_sharded and len(slots) > 1:
+        raise ParametersError(
+            Problem(
+                "the model is sharded over the ranks of each node, and the nodes have different numbers of "
+                f"slots ({plan.topology.listing()}), so their shards are not the same",
+                "run the same number of ranks on every node, or do not shard the model",
+            )
+        )

@@ -1,0 +1,141 @@
+"""Process groups that can be built, cut and dropped at any time, without a default group.
+
+Built directly on a prefixed store, among their members only. Cutting ends operations in flight, which
+gloo's own `abort` does not. Invariant: a group that was cut or that failed is never used again.
+"""
+
+import contextlib
+import os
+import socket
+import stat
+import threading
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroupGloo, Store, Work
+
+from elastic_hieravg.averaging.mesh import Peer, lost
+
+# More threads than two did not help on two cores; one was slower.
+GLOO_THREADS = 2
+
+# A group's connections are told by the descriptors that appear while it is built: one build at a time.
+_BUILDING = threading.Lock()
+_GROUPS: "weakref.WeakSet[Group]" = weakref.WeakSet()
+
+
+class Group:
+    """One rank's end of a process group. `index` is its place among `peers`."""
+
+    def __init__(self, store: Store, *, index: int, peers: tuple[Peer, ...], timeout_s: float) -> None:
+        """Connect to the others under keys of `store` that nobody else uses."""
+        self.index = index
+        self.peers = peers
+        self._connections: list[socket.socket] = []
+        self._descriptors: list[int] = []
+        with _BUILDING:
+            options = _gloo_options(peers[index].address, timeout_s=timeout_s)
+            before = _socket_inodes()
+            try:
+                self._backend: Any = ProcessGroupGloo(store, index, len(peers), options)
+            except RuntimeError as exc:
+                raise lost("a rank of the group", f"connecting failed: {exc}") from exc
+            appeared = [fd for fd, inode in _socket_inodes().items() if before.get(fd) != inode]
+            self._keep_connections(appeared)
+        _GROUPS.add(self)
+
+    def send(self, values: Tensor, *, to: int, tag: int) -> Work:
+        work: Work = self._backend.send([values], to, tag)
+        return work
+
+    def receive(self, values: Tensor, *, of: int, tag: int) -> Work:
+        work: Work = self._backend.recv([values], of, tag)
+        return work
+
+    def all_reduce(self, values: Tensor) -> Work:
+        work: Work = self._backend.allreduce([values])
+        return work
+
+    def wait(self, works: Sequence[Work]) -> None:
+        """Until all are done. The first failure cuts the group, which ends the others."""
+        for index, work in enumerate(works):
+            try:
+                work.wait()
+            except RuntimeError as exc:
+                self.cut()
+                for other in works[index + 1 :]:
+                    # Their buffers are in use until they end.
+                    with contextlib.suppress(RuntimeError):
+                        other.wait()
+                raise lost("a rank of the group", str(exc).splitlines()[0]) from exc
+
+    def cut(self) -> None:
+        """End every operation in flight. Any thread may call it, at any time."""
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.cut()
+        for connection in self._connections:
+            connection.close()
+        self._connections, self._descriptors = [], []
+        _GROUPS.discard(self)
+        with contextlib.suppress(AttributeError):
+            del self._backend
+
+    def drop_in_child(self) -> None:
+        """Close the connections in a forked child, without a word to the peers."""
+        for connection in self._connections:
+            connection.close()
+        for descriptor in self._descriptors:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self._connections, self._descriptors = [], []
+
+    def _keep_connections(self, descriptors: list[int]) -> None:
+        for descriptor in descriptors:
+            # A copy of the descriptor: the number may be used again once gloo has closed its own.
+            connection = socket.socket(fileno=os.dup(descriptor))
+            try:
+                # Never a listening socket: shutting that down ends the process.
+                is_listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                connection.getpeername()
+            except OSError:
+                is_listening = 1
+            if is_listening or connection.family == socket.AF_UNIX:
+                connection.close()
+            else:
+                self._connections.append(connection)
+                self._descriptors.append(descriptor)
+
+
+def _gloo_options(address: str, *, timeout_s: float) -> Any:
+    # torch has no public way to build a group without a default group; this is all of it that we use.
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
+    options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
+    options._threads = GLOO_THREADS  # noqa: SLF001
+    options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]  # noqa: SLF001
+    return options
+
+
+def _socket_inodes() -> dict[int, int]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names are wanted, not paths
+        with contextlib.suppress(OSError):
+            status = os.stat(f"/proc/self/fd/{name}")  # noqa: PTH116
+            if stat.S_ISSOCK(status.st_mode):
+                found[int(name)] = status.st_ino
+    return found
+
+
+def _drop_in_child() -> None:
+    # Else a forked child keeps the connections open, and its parent's death goes unnoticed.
+    for group in list(_GROUPS):
+        group.drop_in_child()
+
+
+os.register_at_fork(after_in_child=_drop_in_child)

@@ -1,0 +1,85 @@
+"""What ranks tell each other in a round, and what follows from it. Pure: no tensors, no sockets.
+
+Every rank sees the same headers, so every rank comes to the same agreement.
+"""
+
+import struct
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+LEVELS_MAX = 16
+
+_HEADER = struct.Struct(f"<16sqqqBB{LEVELS_MAX}d")
+_VERDICT = struct.Struct("<B2d")
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a rank brings to a round.
+
+    `samples`: how many samples its model stands for at this level, then at each wider one. The first is
+    its weight.
+    """
+
+    signature: bytes
+    round_index: int
+    step: int
+    generation: int
+    holds_model: bool
+    samples: tuple[float, ...]
+
+    def encode(self) -> bytes:
+        assert len(self.samples) <= LEVELS_MAX
+        padded = (*self.samples, *(0.0,) * (LEVELS_MAX - len(self.samples)))
+        flags = (int(self.holds_model), len(self.samples))
+        return _HEADER.pack(self.signature, self.round_index, self.step, self.generation, *flags, *padded)
+
+    @classmethod
+    def decode(cls, record: bytes) -> "Header":
+        signature, round_index, step, generation, holds_model, count, *samples = _HEADER.unpack_from(record)
+        return cls(signature, round_index, step, generation, bool(holds_model), tuple(samples[:count]))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a rank found in its part of the result: whether all is finite, and how far its copy was away."""
+
+    is_finite: bool
+    difference_squares: float
+    result_squares: float
+
+    def encode(self) -> bytes:
+        return _VERDICT.pack(self.is_finite, self.difference_squares, self.result_squares)
+
+    @classmethod
+    def decode(cls, record: bytes) -> "Verdict":
+        is_finite, difference_squares, result_squares = _VERDICT.unpack_from(record)
+        return cls(bool(is_finite), difference_squares, result_squares)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """`shares` add up to 1, or are all 0 if nobody can contribute. `mean_samples` is per wider level."""
+
+    shares: tuple[float, ...]
+    step: int
+    mean_samples: tuple[float, ...]
+
+
+def agree(headers: Sequence[Header], *, nonfinite: Collection[int] = ()) -> Agreement:
+    """How much each rank counts. A rank whose values are not finite counts 0 and is healed by the result."""
+    weights = [0.0 if index in nonfinite else header.samples[0] for index, header in enumerate(headers)]
+    if not sum(weights):
+        holders = [index for index, header in enumerate(headers) if header.holds_model]
+        # Nobody holds the model when a job starts: then the lowest rank's is taken.
+        sources = [index for index in holders or [0] if index not in nonfinite]
+        weights = [float(index in sources) for index in range(len(headers))]
+    total = sum(weights)
+    return Agreement(
+        shares=tuple(weight / total if total else 0.0 for weight in weights),
+        step=max(header.step for header in headers),
+        mean_samples=tuple(
+            sum(column) / len(headers)
+            for column in zip(*(header.samples[1:] for header in headers), strict=True)
+        ),
+    )

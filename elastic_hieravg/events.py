@@ -1,0 +1,37 @@
+"""What happened, as values. Code below the agent and the worker does not log: it tells an observer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Outcome(StrEnum):
+    COMMITTED = "committed"  # every rank has the result
+    SKIPPED = "skipped"  # nobody could contribute; no parameter changed
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDone:
+    """One averaging of one group, as seen by one rank.
+
+    `divergence_ratio`: how far apart the replicas were before, as the root of the mean square difference
+    from the result over that of the result. `repaired` names tensors that somebody had pointed elsewhere.
+    """
+
+    level: str
+    step: int
+    outcome: Outcome
+    seconds: float
+    wait_seconds: float
+    sent_bytes: int
+    link: str
+    divergence_ratio: float
+    num_nonfinite: int
+    repaired: tuple[str, ...]
+
+
+Observe = Callable[[RoundDone], None]
+
+
+def ignore(_: RoundDone) -> None:
+    """The observer that does not care."""
