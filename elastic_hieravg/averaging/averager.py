@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, Store
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from elastic_hieravg.averaging.flat import FlatModel
+from elastic_hieravg.averaging.flat import FlatModel, tensors_of
 from elastic_hieravg.averaging.gradients import GradientHook, average_gradients
 from elastic_hieravg.averaging.groups import Group
 from elastic_hieravg.averaging.mesh import Peer
@@ -47,7 +47,7 @@ class HierarchicalAverager:
         observe: Observe = ignore,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self._flat = FlatModel(*_named_tensors(model, average_buffers=average_buffers))
+        self._flat = FlatModel(*tensors_of(model, average_buffers=average_buffers))
         self._store = store
         self._addresses = dict(addresses or {})
         self._observe = observe
@@ -265,27 +265,6 @@ class HierarchicalAverager:
             )
             for seat in seats
         )
-
-
-def _named_tensors(
-    model: nn.Module | Iterable[Tensor], *, average_buffers: bool
-) -> tuple[Sequence[str], Callable[[], Sequence[Tensor]]]:
-    if not isinstance(model, nn.Module):
-        tensors = list(model)
-        return [f"parameter {index}" for index in range(len(tensors))], lambda: tensors
-    # Buffers that are not saved with the model are not part of it: caches, masks, tables.
-    saved = model.state_dict(keep_vars=True).keys() if average_buffers else ()
-    names = [name for name, _ in model.named_parameters()]
-    buffers = [name for name, _ in model.named_buffers() if name in saved]
-
-    def list_tensors() -> Sequence[Tensor]:
-        found: list[Tensor] = list(model.parameters())
-        if buffers:
-            named = dict(model.named_buffers())
-            found += [named[name] for name in buffers]
-        return found
-
-    return [*names, *buffers], list_tensors
 
 
 def _check_slots(flat: FlatModel, plan: Plan) -> None:

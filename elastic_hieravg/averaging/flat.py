@@ -12,13 +12,13 @@ import contextlib
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from elastic_hieravg.averaging.memory import create_file, map_file, page_aligned
 from elastic_hieravg.errors import ParametersError, Problem, raise_if_any
@@ -176,6 +176,28 @@ class FlatModel:
             assert self.file is not None
             with contextlib.suppress(OSError):
                 os.close(self.file)
+
+
+def tensors_of(
+    model: nn.Module | Iterable[Tensor], *, average_buffers: bool
+) -> tuple[Sequence[str], Callable[[], Sequence[Tensor]]]:
+    """Names of what is averaged of a model, and how to find the tensors again and again."""
+    if not isinstance(model, nn.Module):
+        tensors = list(model)
+        return [f"parameter {index}" for index in range(len(tensors))], lambda: tensors
+    # Buffers that are not saved with the model are not part of it: caches, masks, tables.
+    saved = model.state_dict(keep_vars=True).keys() if average_buffers else ()
+    names = [name for name, _ in model.named_parameters()]
+    buffers = [name for name, _ in model.named_buffers() if name in saved]
+
+    def list_tensors() -> Sequence[Tensor]:
+        found: list[Tensor] = list(model.parameters())
+        if buffers:
+            named = dict(model.named_buffers())
+            found += [named[name] for name in buffers]
+        return found
+
+    return [*names, *buffers], list_tensors
 
 
 BankKey = tuple[torch.device, torch.dtype]

@@ -138,14 +138,13 @@ def _nesting_problems(topology: Topology, *, inner: str, outer: str) -> Iterator
 def _sort_keys(hierarchy: Hierarchy) -> tuple[str, ...]:
     """Labels that order the ranks, widest first: the levels' own, and the well-known ones in their place.
 
-    That is before a narrower well-known one, else behind a wider one, else in front of all.
+    That is behind a wider well-known one, else in front of all.
     """
     keys = list(hierarchy.labels())
     for index, known in enumerate(WELL_KNOWN_LABELS):
         if known not in keys:
             wider = [keys.index(key) + 1 for key in WELL_KNOWN_LABELS[:index] if key in keys]
-            narrower = [keys.index(key) for key in WELL_KNOWN_LABELS[index + 1 :] if key in keys]
-            keys.insert(min(narrower, default=max(wider, default=0)), known)
+            keys.insert(max(wider, default=0), known)
     return tuple(keys)
 
 

@@ -1,0 +1,203 @@
+"""Ranks that die, freeze and fork in the middle of rounds: survivors are whole, told soon, and leak nothing."""
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_hieravg.averaging.flat import FlatModel
+from elastic_hieravg.averaging.rounds import AveragingGroup, Contribution
+from elastic_hieravg.errors import PeerLostError
+from tests.averaging.ranks import Died, Raised, Rank, Ranks
+
+NUM_KILLS = 21
+ROUNDS_MAX = 2000
+VALUES = 1_500_000
+PLACES = ["aaaa", "abcd", "aabb"]
+
+
+def build(rank: Rank, tensor: torch.Tensor, places: str, *, timeout_s: float = 20) -> AveragingGroup:
+    flat = FlatModel(["tensor"], lambda: [tensor])
+    peers = rank.peers(*places)
+    return AveragingGroup(
+        flat, rank.store("group"), level="global", index=rank.rank, peers=peers, timeout_s=timeout_s
+    )
+
+
+def whole_value(tensor: torch.Tensor) -> float:
+    """The one value that fills the tensor; not a number if it is torn."""
+    first = float(tensor[0])
+    return first if bool((tensor == first).all()) else float("nan")
+
+
+def average_until_lost(
+    rank: Rank, places: str, victim: int, fatal_round: int, delay_s: float
+) -> tuple[str, int, float]:
+    """Rounds until a peer is lost: what is left in the parameters, in which round, how long after the kill."""
+    tensor = torch.zeros(VALUES)
+    group = build(rank, tensor, places)
+    store = rank.store("fault")
+
+    def die() -> None:
+        time.sleep(delay_s)
+        store.set("killed", repr(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for index in range(ROUNDS_MAX):
+        if rank.rank == victim and index == fatal_round:
+            threading.Thread(target=die, daemon=True).start()
+        # Whole numbers and halves: exact in any order of summation.
+        old, new = float(rank.rank + index), index + (rank.world_size - 1) / 2
+        tensor.fill_(old)
+        try:
+            group.run(Contribution(step=index, samples=(1.0,)))
+        except PeerLostError:
+            told_s = time.monotonic() - float(store.get("killed"))
+            group.close()
+            left = {old: "old", new: "new"}.get(whole_value(tensor), "torn")
+            return left, index, told_s
+        assert whole_value(tensor) == new
+    raise AssertionError("nobody was lost")
+
+
+def average_together(rank: Rank, places: str) -> float:
+    tensor = torch.full((1000,), float(rank.rank))
+    group = build(rank, tensor, places)
+    group.run(Contribution(step=1, samples=(1.0,)))
+    group.close()
+    return whole_value(tensor)
+
+
+def count_resources(_: Rank) -> dict[str, int]:
+    torch.ones(10).sum()
+    maps = Path("/proc/self/maps").read_text()
+    return {
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "shared memory": maps.count("hieravg"),
+    }
+
+
+def test_a_kill_at_any_moment_leaves_survivors_all_old_or_all_new(ranks: Ranks) -> None:
+    seed = int(os.environ.get("SEED", "20261118"))
+    print(f"seed {seed}: replay with SEED={seed}")  # noqa: T201 - pytest shows it if the test fails
+    chosen = random.Random(seed)
+    ranks.call(average_together, "aaaa", world_size=4)
+    before = ranks.call(count_resources, world_size=4)[0]
+    num_rounds = num_died = 0
+    told_s: list[float] = []
+    for kill in range(NUM_KILLS):
+        places, victim = PLACES[kill % len(PLACES)], 1 + kill % 3
+        moment = chosen.randint(10, 14), chosen.uniform(0.0, 0.03)
+        answers = ranks.call(average_until_lost, places, victim, *moment, world_size=4)
+        assert not any(isinstance(answer, Raised) for answer in answers), answers
+        num_died += sum(isinstance(answer, Died) and answer.exit_code == -signal.SIGKILL for answer in answers)
+        survivors = {rank: answer for rank, answer in enumerate(answers) if rank != victim}
+        assert {left for left, _, _ in survivors.values()} <= {"old", "new"}, survivors
+        for node in set(places):
+            # Ranks of one node decide together.
+            fates = {fate[:2] for rank, fate in survivors.items() if places[rank] == node}
+            assert len(fates) <= 1, survivors
+        num_rounds += max(index for _, index, _ in survivors.values())
+        told_s += [told for _, _, told in survivors.values()]
+        # Healed: the survivors and a new rank go on together.
+        assert ranks.call(average_together, places, world_size=4) == [1.5] * 4
+    assert num_died == NUM_KILLS
+    assert num_rounds >= 200
+    assert sorted(told_s)[len(told_s) // 2] < 1.0
+    # Rank 0 lived through all of it.
+    after = ranks.call(count_resources, world_size=4)[0]
+    assert after == before
+
+
+def wait_for_frozen(rank: Rank, places: str, *, cut: bool) -> tuple[str, float]:
+    tensor = torch.full((1000,), float(rank.rank))
+    group = build(rank, tensor, places, timeout_s=60 if cut else 2)
+    store = rank.store("fault")
+    if rank.rank == rank.world_size - 1:
+        store.set("pid", str(os.getpid()))
+        store.wait(["go"])
+        return "frozen", 0.0
+    os.kill(int(store.get("pid")), signal.SIGSTOP)
+    started_s = time.monotonic()
+    if cut:
+        threading.Timer(0.3, group.cut).start()
+    try:
+        group.run(Contribution(step=1, samples=(1.0,)))
+        outcome = "averaged"
+    except PeerLostError:
+        outcome = "lost"
+    waited_s = time.monotonic() - started_s
+    group.close()
+    # Everybody has what it wants to know before the frozen rank thaws.
+    store.add("finished", 1)
+    while int(store.add("finished", 0)) < rank.world_size - 1:
+        time.sleep(0.01)
+    os.kill(int(store.get("pid")), signal.SIGCONT)
+    store.set("go", "")
+    assert whole_value(tensor) == rank.rank
+    return outcome, waited_s
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_a_frozen_rank_is_given_up_after_the_timeout(ranks: Ranks, places: str) -> None:
+    answers = ranks.call(_wait_for_timeout, places, world_size=4)
+    assert [answer[0] for answer in answers] == ["lost", "lost", "lost", "frozen"]
+    assert ranks.call(average_together, places, world_size=4) == [1.5] * 4
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_a_cut_from_another_thread_ends_the_wait_for_a_frozen_rank(ranks: Ranks, places: str) -> None:
+    answers = ranks.call(_wait_for_cut, places, world_size=4)
+    assert [answer[0] for answer in answers] == ["lost", "lost", "lost", "frozen"]
+    # The timeout is 60 s; a cut does not wait for it.
+    assert max(waited for _, waited in answers) < 30
+    assert ranks.call(average_together, places, world_size=4) == [1.5] * 4
+
+
+def _wait_for_timeout(rank: Rank, places: str) -> tuple[str, float]:
+    return wait_for_frozen(rank, places, cut=False)
+
+
+def _wait_for_cut(rank: Rank, places: str) -> tuple[str, float]:
+    return wait_for_frozen(rank, places, cut=True)
+
+
+def die_with_a_living_child(rank: Rank, places: str) -> tuple[str, float]:
+    """The last rank forks, as a data loader does, and is killed while its child lives on."""
+    tensor = torch.full((1000,), float(rank.rank))
+    group = build(rank, tensor, places, timeout_s=60)
+    store = rank.store("fault")
+    if rank.rank == rank.world_size - 1:
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(RuntimeError):
+                time.sleep(20)
+            os._exit(0)
+        store.set("child", str(child))
+        os.kill(os.getpid(), signal.SIGKILL)
+    started_s = time.monotonic()
+    try:
+        group.run(Contribution(step=1, samples=(1.0,)))
+        outcome = "averaged"
+    except PeerLostError:
+        outcome = "lost"
+    waited_s = time.monotonic() - started_s
+    if rank.rank == 0:
+        os.kill(int(store.get("child")), signal.SIGKILL)
+    group.close()
+    return outcome, waited_s
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_a_forked_child_does_not_hide_its_parents_death(ranks: Ranks, places: str) -> None:
+    answers = ranks.call(die_with_a_living_child, places, world_size=4)
+    assert answers[-1] == Died(-signal.SIGKILL)
+    assert [answer[0] for answer in answers[:-1]] == ["lost"] * 3
+    assert max(waited for _, waited in answers[:-1]) < 10
