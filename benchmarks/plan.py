@@ -2,16 +2,22 @@
 
 There is no alternative to run beside it: torch's averagers do not plan. What is compared is the planner
 with itself at a tenth of the size. Each size runs in a process of its own, so that memory is its own.
+Exit 1 if a limit below is exceeded.
 """
 
+import gc
 import json
 import multiprocessing
 import os
 import platform
 import resource
 import statistics
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from elastic_hieravg.plan import Hierarchy, Node, Plan, Topology, difference, first_keys, fit
@@ -21,66 +27,112 @@ SLOTS = 8
 NODES_PER_ZONE = 100
 SIZES = (125, 1_250, 12_500)
 REPEATS = 7
+# Of the largest size, 100,000 ranks.
+FIT_S_MAX = 1.0
+PEAK_BYTES_MAX = 500_000_000
+# Of every size against the one before: sorting and caches leave a little more than 10.
+GROWTH_MAX = 12.0
 RESULTS = Path(__file__).parent / "results" / "plan.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
+    """Medians, and of `fit` the minimum too: what else the machine does can only add to it."""
+
     num_nodes: int
     num_ranks: int
     fit_s: float
+    fit_min_s: float
     change_s: float
     json_s: float
     peak_bytes: int
 
 
+@contextmanager
+def timed(times_s: list[float]) -> Iterator[None]:
+    """Append how long the block takes, without garbage collection, whose turn may come at any time."""
+    gc.collect()
+    gc.disable()
+    start = time.perf_counter()
+    yield
+    times_s.append(time.perf_counter() - start)
+    gc.enable()
+
+
 def measure(num_nodes: int) -> Row:
     nodes = [Node(f"node-{i}", SLOTS, {"zone": f"zone-{i // NODES_PER_ZONE}"}) for i in range(num_nodes)]
     topology = Topology(nodes)
-    fit_times, change_times, json_times = [], [], []
+    fit_times: list[float] = []
+    change_times: list[float] = []
+    json_times: list[float] = []
     for _ in range(REPEATS):
-        start = time.perf_counter()
-        plan = fit(HIERARCHY, Topology(nodes))
-        fit_times.append(time.perf_counter() - start)
+        with timed(fit_times):
+            plan = fit(HIERARCHY, Topology(nodes))
         after = fit(HIERARCHY, topology.lose("node-7"), generation=2)
         keys = first_keys(plan)
-        start = time.perf_counter()
-        difference(plan, after, keys=keys)
-        change_times.append(time.perf_counter() - start)
-        start = time.perf_counter()
-        Plan.from_json(plan.to_json())
-        json_times.append(time.perf_counter() - start)
+        with timed(change_times):
+            difference(plan, after, keys=keys)
+        with timed(json_times):
+            Plan.from_json(plan.to_json())
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return Row(
         num_nodes=num_nodes,
         num_ranks=topology.world_size,
         fit_s=statistics.median(fit_times),
+        fit_min_s=min(fit_times),
         change_s=statistics.median(change_times),
         json_s=statistics.median(json_times),
         peak_bytes=peak_bytes,
     )
 
 
-def main() -> None:
+def growth(before: Row, row: Row) -> float:
+    return row.fit_min_s / before.fit_min_s
+
+
+def exceeded_limits(rows: list[Row]) -> list[str]:
+    """What is slower, larger or grows faster than it may."""
+    last = rows[-1]
+    exceeded = []
+    if last.fit_s >= FIT_S_MAX:
+        exceeded.append(f"{last.num_ranks:,} ranks took {last.fit_s:.2f} s to fit, not under {FIT_S_MAX:.2f} s")
+    if last.peak_bytes >= PEAK_BYTES_MAX:
+        found, limit = last.peak_bytes / 1e6, PEAK_BYTES_MAX / 1e6
+        exceeded.append(f"{last.num_ranks:,} ranks took {found:.0f} MB, not under {limit:.0f} MB")
+    exceeded += [
+        f"{row.num_nodes:,} nodes took {growth(before, row):.1f} times the time of {before.num_nodes:,}, "
+        f"more than {GROWTH_MAX:.1f} times"
+        for before, row in pairwise(rows)
+        if growth(before, row) > GROWTH_MAX
+    ]
+    return exceeded
+
+
+def main() -> int:
     spawn = multiprocessing.get_context("spawn")
     rows = []
     for num_nodes in SIZES:
         with spawn.Pool(1) as pool:
             rows.append(pool.apply(measure, (num_nodes,)))
     load = os.getloadavg()[0]
-    print(f"{HIERARCHY}, nodes of {SLOTS}, medians of {REPEATS}; {os.cpu_count()} cores, load {load:.1f}")
+    how = f"medians of {REPEATS}, growth of minimums, garbage collection off"
+    print(f"{HIERARCHY}, nodes of {SLOTS}, {how}; {os.cpu_count()} cores, load {load:.1f}")
     print("| nodes | ranks | fit | 10 times the nodes | change after a loss | JSON there and back | memory |")
     print("|---|---|---|---|---|---|---|")
     for before, row in zip([None, *rows], rows, strict=False):
-        growth = f"{row.fit_s / before.fit_s:.1f} times the time" if before else ""
+        grown = f"{growth(before, row):.1f} times the time" if before else ""
         print(
-            f"| {row.num_nodes:,} | {row.num_ranks:,} | {row.fit_s * 1000:.0f} ms | {growth} "
+            f"| {row.num_nodes:,} | {row.num_ranks:,} | {row.fit_s * 1000:.0f} ms | {grown} "
             f"| {row.change_s * 1000:.0f} ms | {row.json_s * 1000:.0f} ms | {row.peak_bytes / 1e6:.0f} MB |"
         )
     RESULTS.parent.mkdir(exist_ok=True)
     machine = {"python": platform.python_version(), "cores": os.cpu_count(), "load": load}
     RESULTS.write_text(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}, indent=2))
+    exceeded = exceeded_limits(rows)
+    for line in exceeded:
+        print(f"benchmarks/plan.py: {line}", file=sys.stderr)
+    return 1 if exceeded else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -203,7 +203,8 @@ def _groups_by_size(size: int, topology: Topology, *, parents: Groups, whole: Gr
     for unit in whole or tuple(tuple(ranks) for _, ranks in topology.placed()):
         for index, ranks in groupby(unit, key=parent_of.__getitem__):
             _pack(packed[index], list(ranks), size=size, may_cut=whole is None)
-    return tuple(sorted(tuple(group) for groups in packed for group in groups if group))
+    # Places may interleave in rank order, if a wider label is missing on some of their nodes.
+    return tuple(sorted(tuple(sorted(group)) for groups in packed for group in groups if group))
 
 
 def _pack(groups: list[list[int]], unit: list[int], *, size: int, may_cut: bool) -> None:

@@ -87,7 +87,7 @@ def change_text(change: Change) -> str:
         shown = [_group_row(word, group) for group in groups[:GROUPS_SHOWN_MAX]]
         hidden = len(groups) - len(shown)
         rows += [*shown, (word, f"and {hidden} more", "", "")] if hidden else shown
-    return "\n".join([*lines, *_table(moves), *_table(rows)])
+    return "\n".join([*lines, *_table(moves), *_aligned(rows)])
 
 
 def cost_text(cost: Cost) -> str:
@@ -149,15 +149,19 @@ def _shortened(names: Sequence[str]) -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Aligned columns, indented; too many rows are shortened."""
-    shown = rows[:LINES_SHOWN_MAX]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    lines = [
+    """Aligned columns; too many rows are shortened."""
+    hidden = len(rows) - LINES_SHOWN_MAX
+    lines = _aligned(rows[:LINES_SHOWN_MAX])
+    return [*lines, f"  ... and {hidden} more"] if hidden > 0 else lines
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Columns of equal width, indented; all rows are shown."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in shown
+        for row in rows
     ]
-    hidden = len(rows) - len(shown)
-    return [*lines, f"  ... and {hidden} more"] if hidden else lines
 
 
 def _counted(number: int, noun: str) -> str:

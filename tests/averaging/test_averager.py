@@ -202,7 +202,7 @@ def test_an_attached_averager_counts_the_steps_that_were_made(ranks: Ranks) -> N
             "skipped by the optimizer": 2,
             "detached": 2,
         }
-        assert answer["state"] == {"version": 1, "step": 2, "samples": {"node": 8.0}}
+        assert answer["state"] == {"version": 1, "step": 2, "samples": {"global": 8.0}}
 
 
 def resumed(rank: Rank, plan: Plan) -> tuple[list[str], list[str], float]:

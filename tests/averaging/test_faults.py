@@ -1,6 +1,7 @@
 """Ranks that die, freeze and fork in the middle of rounds: survivors are whole, told soon, and leak nothing."""
 
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -75,7 +76,7 @@ def average_together(rank: Rank, places: str) -> float:
 
 
 def count_resources(_: Rank) -> dict[str, int]:
-    torch.ones(10).sum()
+    gc.collect()
     maps = Path("/proc/self/maps").read_text()
     return {
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
@@ -113,7 +114,7 @@ def test_a_kill_at_any_moment_leaves_survivors_all_old_or_all_new(ranks: Ranks) 
     assert sorted(told_s)[len(told_s) // 2] < 1.0
     # Rank 0 lived through all of it.
     after = ranks.call(count_resources, world_size=4)[0]
-    assert after == before
+    assert all(after[kind] <= before[kind] for kind in before), (before, after)
 
 
 def wait_for_frozen(rank: Rank, places: str, *, cut: bool) -> tuple[str, float]:

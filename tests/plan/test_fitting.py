@@ -66,12 +66,18 @@ def test_reports_all_label_problems_together() -> None:
     [
         ({"warmup_steps": -1}, "there are -1 warm-up steps"),
         ({"generation": -1}, "the generation is -1"),
+        ({"generation": 1.5}, "the generation is 1.5"),
+        ({"generation": True}, "the generation is True"),
         ({"on_misfit": "ignore"}, "on_misfit is 'ignore'"),
     ],
 )
 def test_rejects_arguments_that_make_no_sense(arguments: dict[str, int], found: str) -> None:
     with pytest.raises(InputError, match=found):
         fit(Hierarchy.parse("global=4"), TWO_BY_TWO, **arguments)  # type: ignore[call-overload]
+
+
+def test_generations_are_counted_from_0() -> None:
+    assert fit(Hierarchy.parse("global=4"), TWO_BY_TWO, generation=0).generation == 0
 
 
 def test_strict_returns_the_misfit_with_its_reason() -> None:
@@ -129,3 +135,28 @@ def test_sizes_give_torchs_contiguous_blocks_where_torch_gives_any() -> None:
         ((0, 1, 2, 3), (4, 5, 6, 7)),
         ((0, 1, 2, 3, 4, 5, 6, 7),),
     ]
+
+
+# Rack r1 stands on both sides of r2 in rank order, because only one of its nodes has a zone.
+INTERLEAVED = Topology(
+    [
+        Node("a", 2, {"rack": "r1"}),
+        Node("b", 2, {"rack": "r2"}),
+        Node("c", 2, {"rack": "r1", "zone": "z1"}),
+    ]
+)
+
+
+def test_sized_groups_inside_interleaved_places_are_in_order() -> None:
+    plan = fit(Hierarchy.parse("size-2=2,rack=4,global=8"), INTERLEAVED)
+    assert [level.groups for level in plan.levels] == [
+        ((0, 1), (2, 3), (4, 5)),
+        ((0, 1, 4, 5), (2, 3)),
+        ((0, 1, 2, 3, 4, 5),),
+    ]
+
+
+def test_sized_groups_around_interleaved_places_are_in_order() -> None:
+    topology = INTERLEAVED.join(Node("d", 2, {"rack": "r3", "zone": "z2"}))
+    plan = fit(Hierarchy.parse("rack=2,size-6=4,global=8"), topology)
+    assert plan.levels[1].groups == ((0, 1, 2, 3, 4, 5), (6, 7))

@@ -44,6 +44,18 @@ def test_ranks_follow_zone_rack_node_then_slot() -> None:
     assert [topology.seat(rank) for rank in range(5)] == list(topology.seats())
 
 
+def test_ranks_follow_regions_before_zones() -> None:
+    east = Node("a", 1, {"region": "r2", "zone": "z1"})
+    west = Node("b", 1, {"region": "r1", "zone": "z2"})
+    assert Topology([east, west]).nodes == (west, east)
+
+
+@pytest.mark.parametrize("node_ids", [("n-2", "n-02"), ("n-02", "n-2")])
+def test_names_with_equal_numbers_have_one_order(node_ids: tuple[str, str]) -> None:
+    topology = Topology([Node(node_id, 1) for node_id in node_ids])
+    assert [node.node_id for node in topology.nodes] == ["n-02", "n-2"]
+
+
 def test_asking_for_what_is_not_there_fails() -> None:
     topology = Topology([Node("a", 2)])
     with pytest.raises(IndexError, match="rank 2 is not in a world of 2"):
@@ -65,6 +77,18 @@ def test_a_node_is_a_value() -> None:
         node.labels["zone"] = "z2"  # type: ignore[index]
 
 
+def test_the_hash_of_a_node_is_of_everything_it_is() -> None:
+    nodes = [
+        Node("a", 2, {"zone": "z1"}, incarnation="x"),
+        Node("b", 2, {"zone": "z1"}, incarnation="x"),
+        Node("a", 3, {"zone": "z1"}, incarnation="x"),
+        Node("a", 2, {"zone": "z2"}, incarnation="x"),
+        Node("a", 2, {"rack": "z1"}, incarnation="x"),
+        Node("a", 2, {"zone": "z1"}, incarnation="y"),
+    ]
+    assert len(set(map(hash, nodes))) == len(nodes)
+
+
 def test_a_node_does_not_change_with_the_dict_it_was_made_from() -> None:
     labels = {"zone": "z1"}
     node = Node("a", 1, labels)
@@ -79,6 +103,8 @@ def test_a_node_does_not_change_with_the_dict_it_was_made_from() -> None:
         ("a b", 1, {}, "node id 'a b' is not a name"),
         ("a:1", 1, {}, "node id 'a:1' is not a name"),
         ("a" * 254, 1, {}, "is not a name"),
+        ("a", 1, {"k" * 254: "x"}, "which is not a name"),
+        ("a", 1, {"zone": "v" * 254}, "which is not a name"),
         ("a", 0, {}, "node a has 0 slots"),
         ("a", -1, {}, "node a has -1 slots"),
         ("a", True, {}, "node a has True slots"),
@@ -88,6 +114,7 @@ def test_a_node_does_not_change_with_the_dict_it_was_made_from() -> None:
         ("a", 1, {"node": "x"}, "has a label node, which is the name of a level"),
         ("a", 1, {"global": "x"}, "has a label global"),
         ("a", 1, {"size-8": "x"}, "has a label size-8"),
+        ("a", 1, [("zone", "z1")], "node a has the labels [('zone', 'z1')]"),
     ],
 )
 def test_rejects_a_node_that_makes_no_sense(
@@ -96,6 +123,16 @@ def test_rejects_a_node_that_makes_no_sense(
     with pytest.raises(TopologyError) as error:
         Node(node_id, slots, labels)
     assert found in error.value.problems[0].message
+
+
+def test_rejects_an_incarnation_that_is_no_text() -> None:
+    with pytest.raises(TopologyError, match="node a has the incarnation 7"):
+        Node("a", 1, {}, incarnation=7)  # type: ignore[arg-type]
+
+
+def test_a_name_may_have_253_letters() -> None:
+    node = Node("a" * 253, 1, {"k" * 253: "v" * 253})
+    assert Topology([node]).nodes == (node,)
 
 
 def test_rejects_memberships_that_make_no_sense() -> None:
