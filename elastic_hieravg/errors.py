@@ -7,7 +7,8 @@
     │   └── UsageError        a flag or a file
     ├── DocumentError         a plan document this version does not understand
     └── AveragingError        a round that did not happen; no parameter changed
-        ├── ParametersError   the tensors to average cannot be, or differ between ranks
+        ├── ParametersError   the tensors of this rank cannot be averaged
+        │   └── DifferentTensorsError   ranks bring different tensors; all of them are told
         └── PeerLostError     a rank died, cut the group or did not come; the group is over
 
 An error carries everything found wrong, not only the first thing, each with its hint.
@@ -74,7 +75,11 @@ class AveragingError(HierAvgError):
 
 
 class ParametersError(AveragingError):
-    """The tensors to average cannot be averaged, or differ between ranks."""
+    """The tensors of this rank cannot be averaged."""
+
+
+class DifferentTensorsError(ParametersError):
+    """Ranks bring different tensors to a round. Every rank of the group gets this error."""
 
 
 class PeerLostError(AveragingError):

@@ -56,6 +56,7 @@ class HierarchicalAverager:
         self._step = 0
         self._samples: dict[str, float] = {}
         self._new_samples = 0.0
+        self._next_due: dict[str, int] = {}
         self._hook: GradientHook | None = None
         self.adopt(plan, rank=rank, keys=first_keys(plan) if keys is None else keys)
         if equalize:
@@ -96,7 +97,10 @@ class HierarchicalAverager:
             key = wanted.get(level.name)
             if key is not None and key not in self._groups:
                 self._groups[key] = self._build(level, key)
+        if self._hook is not None:
+            self._hook.replace(*self._gradient_groups())
         self._samples = {level.name: self._samples.get(level.name, 0.0) for level in plan.levels}
+        self._next_due = {}
         self._schedule(plan.levels, after_step=self._step)
 
     def attach(self, optimizer: Optimizer, *, num_samples: float | Callable[[], float] = 1) -> RemovableHandle:
@@ -115,14 +119,9 @@ class HierarchicalAverager:
         """Average the gradients of a DDP model too: over the world during warm-up, then over the innermost
         group. Collective over all ranks. DDP's own process group is not used for gradients any more.
         """
-        levels = self.plan.levels
-        world = self._gradient_group(levels[-1]) if levels else None
-        if world is None:
-            return
-        innermost = world if levels[0] is levels[-1] else self._gradient_group(levels[0])
-        self._hook = GradientHook(world=world, innermost=innermost, is_warmup=lambda: self.is_warmup)
+        self._hook = GradientHook(*self._gradient_groups(), is_warmup=lambda: self.is_warmup)
         ddp_model.register_comm_hook(self._hook, average_gradients)
-        self._schedule(levels, after_step=self._step)
+        self._schedule(self.plan.levels, after_step=self._step)
 
     def state_dict(self) -> dict[str, Any]:
         """The step and the samples not yet averaged; the gradient hook goes by the same step."""
@@ -196,9 +195,6 @@ class HierarchicalAverager:
         return next(level for level in reversed(self.plan.levels) if self._next_due[level.name] <= self._step)
 
     def _schedule(self, levels: Iterable[PlannedLevel], *, after_step: int) -> None:
-        if not hasattr(self, "_next_due") or set(self._next_due) != {level.name for level in self.plan.levels}:
-            self._next_due: dict[str, int] = {}
-            levels = self.plan.levels
         for level in levels:
             self._next_due[level.name] = self.plan.next_due_step(level, after_step=after_step)
         first = min(self._next_due.values(), default=math.inf)
@@ -245,6 +241,15 @@ class HierarchicalAverager:
             peers=self._peers(ranks),
             timeout_s=self._timeout_s,
         )
+
+    def _gradient_groups(self) -> tuple[Group | None, Group | None]:
+        """The groups of the world and of the innermost level, as far as there is company."""
+        if not self.plan.levels:
+            return None, None
+        innermost, world = self.plan.levels[0], self.plan.levels[-1]
+        inner = self._gradient_group(innermost) if innermost is not world else None
+        outer = self._gradient_group(world)
+        return outer, outer if innermost is world else inner
 
     def _gradient_group(self, level: PlannedLevel) -> Group | None:
         ranks = level.group_of(self.rank)

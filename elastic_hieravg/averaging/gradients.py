@@ -14,12 +14,17 @@ from elastic_hieravg.averaging.groups import Group
 
 
 class GradientHook:
-    """The state of the hook. `innermost` is None for a rank that is alone in its innermost group."""
+    """The state of the hook. A group is None for a rank that is alone in it."""
 
-    def __init__(self, *, world: Group, innermost: Group | None, is_warmup: Callable[[], bool]) -> None:
+    def __init__(self, world: Group | None, innermost: Group | None, *, is_warmup: Callable[[], bool]) -> None:
         self._world = world
         self._innermost = innermost
         self._is_warmup = is_warmup
+
+    def replace(self, world: Group | None, innermost: Group | None) -> None:
+        """Use other groups from the next backward pass on."""
+        self.close()
+        self._world, self._innermost = world, innermost
 
     def reduce(self, gradients: Tensor) -> torch.futures.Future[Tensor]:
         """The mean of gradients over the group of the step that is being computed."""
@@ -37,9 +42,9 @@ class GradientHook:
         return group.all_reduce(gradients.div_(len(group.peers))).get_future().then(take)
 
     def close(self) -> None:
-        self._world.close()
-        if self._innermost is not None:
-            self._innermost.close()
+        for group in {self._world, self._innermost} - {None}:
+            assert group is not None
+            group.close()
 
 
 def average_gradients(hook: GradientHook, bucket: GradBucket) -> torch.futures.Future[Tensor]:

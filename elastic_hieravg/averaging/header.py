@@ -7,7 +7,7 @@ import struct
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-LEVELS_MAX = 16
+from elastic_hieravg.plan.hierarchy import LEVELS_MAX
 
 _HEADER = struct.Struct(f"<16sqqqBB{LEVELS_MAX}d")
 _VERDICT = struct.Struct("<B2d")

@@ -66,11 +66,11 @@ def divergence(rows: Sequence[Tensor], shares: Sequence[float], result: Tensor) 
     difference_squares = result_squares = 0.0
     step = CHUNK_VALUES * SAMPLE_EVERY_CHUNKS
     for start in range(0, result.numel(), step):
-        block = result[start : start + SAMPLE_VALUES].to(torch.float64)
+        block = result[start : start + SAMPLE_VALUES].to("cpu", torch.float64)
         size = float(torch.dot(block, block))
         for row, share in zip(rows, shares, strict=True):
             if share > 0:
-                difference = row[start : start + SAMPLE_VALUES].to(torch.float64) - block
+                difference = row[start : start + SAMPLE_VALUES].to("cpu", torch.float64) - block
                 difference_squares += share * float(torch.dot(difference, difference))
                 result_squares += share * size
     return Divergence(difference_squares, result_squares)

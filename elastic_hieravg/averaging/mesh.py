@@ -81,7 +81,8 @@ class Mesh:
         found: dict[int, bytes] = {self.index: record}
         for peer, sock in self._sockets.items():
             try:
-                sock.send(record)
+                num_sent = sock.send(record)
+                assert num_sent == RECORD_BYTES, "a connection's buffer holds more than one record"
             except OSError as exc:
                 # It is gone, but may have sent its record before; if so the round is whole without ours.
                 if not self._receive(peer, found):

@@ -84,19 +84,25 @@ class ExchangeReducer:
         self._flat = flat
         self._group = group
         self.results: list[Tensor] = []
+        self._sources: list[Tensor] = []
         self._exchanges: list[Exchange] = []
         for bank in flat.banks:
             num_values = bank.values.numel()
             (_, length), *_ = share_out(num_values, len(group.peers))
             # Rounded up to whole parts, so that a part's contributions find room where its result will be.
-            stage = torch.empty(length * len(group.peers), dtype=bank.values.dtype, device=bank.values.device)
+            stage = torch.empty(length * len(group.peers), dtype=bank.values.dtype)
             out, landing = stage[:num_values], stage.view(len(group.peers), length).unbind()
             self.results.append(out)
-            self._exchanges.append(
-                Exchange(group, source=bank.values, out=out, landing=landing, kind=bank.kind)
-            )
+            # The process group moves memory of the CPU; values of another device go through a copy there.
+            on_cpu = bank.values.device.type == "cpu"
+            source = bank.values if on_cpu else torch.empty_like(bank.values, device="cpu")
+            self._sources.append(source)
+            self._exchanges.append(Exchange(group, source=source, out=out, landing=landing, kind=bank.kind))
 
     def reduce(self, shares: Sequence[float]) -> bool:
+        for bank, source in zip(self._flat.banks, self._sources, strict=True):
+            if source is not bank.values:
+                source.copy_(bank.values)
         is_finite = True
         for exchange in self._exchanges:
             is_finite &= exchange.run(shares)

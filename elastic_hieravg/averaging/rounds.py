@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from torch.distributed import Store
 
@@ -17,7 +18,7 @@ from elastic_hieravg.averaging.header import Agreement, Header, Verdict, agree
 from elastic_hieravg.averaging.kernels import Divergence
 from elastic_hieravg.averaging.mesh import Mesh, Peer, lost, read_key
 from elastic_hieravg.averaging.reducers import Reducer, build_reducer
-from elastic_hieravg.errors import ParametersError, PeerLostError, Problem
+from elastic_hieravg.errors import DifferentTensorsError, PeerLostError, Problem
 from elastic_hieravg.events import Outcome, RoundDone
 
 TIMEOUT_S = 30.0
@@ -93,8 +94,10 @@ class AveragingGroup:
             repaired = self._flat.refresh()
             headers = self._exchange_headers(contribution)
             waited_s = time.perf_counter() - started_s
+            self._compare_tensors(headers)
             payload = self._run_payload(headers)
-        except ParametersError:
+        except DifferentTensorsError:
+            # Everybody sees it and nobody is in the middle of anything: the group can go on.
             raise
         except BaseException:
             self.cut()
@@ -141,9 +144,28 @@ class AveragingGroup:
         )
         headers = [Header.decode(record) for record in self.gather(header.encode())]
         assert all(other.round_index == self._round_index for other in headers)
-        if any(other.signature != header.signature for other in headers):
-            raise self._difference(headers)
         return headers
+
+    def _compare_tensors(self, headers: Sequence[Header]) -> None:
+        """Raise the error that names the first tensor in which two ranks differ, if any do."""
+        if all(header.signature == self._flat.signature for header in headers):
+            return
+        self._store.set(f"tensors/{self._mesh.index}", "\n".join(self._flat.lines))
+        other = next(
+            (index for index, header in enumerate(headers) if header.signature != self._flat.signature)
+        )
+        name = self._mesh.peers[other].name
+        deadline_s = time.monotonic() + self._timeout_s
+        written = read_key(self._store, f"tensors/{other}", of=name, deadline_s=deadline_s).decode()
+        pairs = zip_longest(self._flat.lines, written.split("\n"), fillvalue="nothing more")
+        here, there = next(pair for pair in pairs if pair[0] != pair[1])
+        raise DifferentTensorsError(
+            Problem(
+                f"ranks bring different tensors to a round of level {self.level}: "
+                f"the first difference is {here} on this rank and {there} on {name}",
+                "build the same model on every rank; nothing was averaged",
+            )
+        )
 
     def _run_payload(self, headers: Sequence[Header]) -> _Payload:
         try:
@@ -182,27 +204,6 @@ class AveragingGroup:
         found = self._reducer.divergence(agreement.shares) if is_finite else Divergence()
         verdict = Verdict(is_finite, found.difference_squares, found.result_squares)
         return tuple(Verdict.decode(record) for record in self.gather(verdict.encode()))
-
-    def _difference(self, headers: Sequence[Header]) -> ParametersError:
-        """The error that names the first tensor in which two ranks differ."""
-        self._store.set(f"tensors/{self._mesh.index}", "\n".join(self._flat.lines))
-        other = next(i for i, header in enumerate(headers) if header.signature != self._flat.signature)
-        name = self._mesh.peers[other].name
-        deadline_s = time.monotonic() + self._timeout_s
-        theirs = read_key(self._store, f"tensors/{other}", of=name, deadline_s=deadline_s).decode().split("\n")
-        mine = self._flat.lines
-        at = next((i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
-        if at is None:
-            at = min(len(mine), len(theirs))
-        here = mine[at] if at < len(mine) else "nothing more"
-        there = theirs[at] if at < len(theirs) else "nothing more"
-        return ParametersError(
-            Problem(
-                f"ranks bring different tensors to a round of level {self.level}: "
-                f"the first difference is {here} on this rank and {there} on {name}",
-                "build the same model on every rank; nothing was averaged",
-            )
-        )
 
     def _can_share(self) -> bool:
         """Whether every rank of the group has its tensors in memory that its node can see."""

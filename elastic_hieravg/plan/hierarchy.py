@@ -12,6 +12,8 @@ from itertools import pairwise
 from elastic_hieravg.errors import HierarchyError, Problem, raise_if_any
 from elastic_hieravg.plan.topology import GLOBAL, KEY, NODE, SIZE_KEY, is_name
 
+# More than anybody's machines have; headers have room for so many.
+LEVELS_MAX = 16
 EXAMPLE = "node=4,zone=16,global=64"
 
 _PERIOD = re.compile(r"-?[0-9]{1,18}")
@@ -121,6 +123,8 @@ def _problems(hierarchy: Hierarchy) -> Iterator[Problem]:
     if not levels:
         yield Problem("the hierarchy has no levels", f"write level=period_steps, for example {EXAMPLE}")
         return
+    if len(levels) > LEVELS_MAX:
+        yield Problem(f"the hierarchy has {len(levels)} levels", f"there may be up to {LEVELS_MAX}")
     yield from _name_problems(levels)
     yield from _order_problems(levels)
     yield from _period_problems(levels)

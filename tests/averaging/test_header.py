@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_hieravg.averaging.header import LEVELS_MAX, Header, Verdict, agree
+from elastic_hieravg.averaging.header import Header, Verdict, agree
+from elastic_hieravg.plan.hierarchy import LEVELS_MAX
 
 SAMPLES = st.floats(0, 1e12)
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from elastic_hieravg.averaging.flat import FlatModel
@@ -174,7 +176,9 @@ def different_sets(rank: Rank, places: str) -> tuple[str, list[Tensor]]:
 def test_ranks_with_different_tensors_get_an_error_that_names_the_first(ranks: Ranks, places: str) -> None:
     answers = ranks.call(different_sets, places, world_size=3)
     for rank, (error, tensors) in enumerate(answers):
-        assert error.startswith("ParametersError: ranks bring different tensors to a round of level global")
+        assert error.startswith(
+            "DifferentTensorsError: ranks bring different tensors to a round of level global"
+        )
         here, there = ("(6,)", "(5,)") if rank == 1 else ("(5,)", "(6,)")
         other = "rank 0" if rank == 1 else "rank 1"
         assert (
@@ -203,3 +207,72 @@ def test_after_every_round_all_replicas_are_bit_identical(ranks: Ranks, places: 
     assert not any(isinstance(answer, Raised) for answer in answers), answers
     assert answers == [answers[0]] * 4
     assert len(set(answers[0])) == 20
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> tuple[str, list[tuple[list[int], str]], list[float]]:
+    """Which node each rank is on, the shapes and types of its tensors, and everybody's weight."""
+    places = draw(st.text("abc", min_size=2, max_size=4))
+    shape = st.lists(st.integers(0, 40), max_size=3)
+    dtype = st.sampled_from(["float32", "float64", "bfloat16", "float16", "int64", "bool", "complex64"])
+    tensors = draw(st.lists(st.tuples(shape, dtype), min_size=1, max_size=4))
+    weight = st.sampled_from([0.0, 1.0, 2.5, 1e9])
+    weights = draw(st.lists(weight, min_size=len(places), max_size=len(places)))
+    return places, tensors, weights
+
+
+def tell(
+    rank: Rank, places: str, forms: list[tuple[list[int], str]], weights: list[float]
+) -> tuple[list[Tensor], list[Tensor]]:
+    tensors = [
+        values_of(rank.rank, int(torch.Size(shape).numel()), getattr(torch, dtype)).reshape(shape)
+        for shape, dtype in forms
+    ]
+    before = [tensor.clone() for tensor in tensors]
+    group = build(rank, tensors, places)
+    group.run(Contribution(step=1, samples=(weights[rank.rank],)))
+    group.close()
+    return before, [tensor.clone() for tensor in tensors]
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(stories())
+def test_any_tensors_groups_and_weights_give_the_exact_mean(
+    ranks: Ranks, story: tuple[str, list[tuple[list[int], str]], list[float]]
+) -> None:
+    places, forms, weights = story
+    answers = ranks.call(tell, *story, world_size=len(places))
+    counted = weights if any(weights) else [1.0] * len(places)
+    for index, (_, dtype) in enumerate(forms):
+        copies = [before[index] for before, _ in answers]
+        results = [after[index] for _, after in answers]
+        assert all(torch.equal(result, results[0]) for result in results)
+        live = [(copy, weight) for copy, weight in zip(copies, counted, strict=True) if weight]
+        if dtype in ("int64", "bool"):
+            wanted = torch.stack([copy.to(torch.int64) for copy, _ in live]).amax(dim=0)
+            assert torch.equal(results[0].to(torch.int64), wanted)
+        else:
+            wide = torch.complex128 if dtype == "complex64" else torch.float64
+            exact = sum(copy.to(wide) * weight for copy, weight in live) / sum(counted)
+            assert isinstance(exact, Tensor)
+            largest = torch.stack([copy.abs().to(torch.float64) for copy, _ in live]).amax(dim=0)
+            unit = torch.finfo(getattr(torch, dtype)).eps
+            assert bool(((results[0].to(wide) - exact).abs() <= 4 * unit * largest).all())
+
+
+def drifting(rank: Rank, places: str) -> tuple[float, float]:
+    """The mean over the world before and after a global round, in float64."""
+    tensor = torch.randn(5000, generator=torch.Generator().manual_seed(rank.rank))
+    group = build(rank, [tensor], places)
+    before = float(tensor.to(torch.float64).sum())
+    group.run(Contribution(step=1, samples=(1.0,)))
+    group.close()
+    return before, float(tensor.to(torch.float64).sum())
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_a_global_round_preserves_the_mean_over_the_world(ranks: Ranks, places: str) -> None:
+    answers = ranks.call(drifting, places, world_size=len(places))
+    before = sum(each for each, _ in answers) / len(answers)
+    for _, after in answers:
+        assert after == pytest.approx(before, abs=1e-3)

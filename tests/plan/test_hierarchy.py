@@ -55,6 +55,11 @@ def test_from_group_sizes_keeps_torchs_meaning() -> None:
         ("node=4,global=8,zone=16", "level zone comes after global", "global last"),
         ("zone=4,node=8,global=16", "level node comes after zone", "node before any label"),
         ("node=2,node=4,global=8", "level node is written 2 times, with the periods 2 and 4", "once"),
+        (
+            ",".join(f"l{index}={2**index}" for index in range(16)) + f",global={2**16}",
+            "the hierarchy has 17 levels",
+            "up to 16",
+        ),
         ("size-0=2,global=8", "level size-0 has groups of 0 ranks", "at least one rank"),
         ("size-8=2,size-4=4,global=8", "groups of 4 ranks, not larger than the 8", "for example 16"),
         ("size-4=2,size-6=4,global=8", "groups of 6 ranks, not a multiple of the 4", "for example 8"),
