@@ -390,3 +390,70 @@ def test_a_rank_that_leaves_is_named_to_the_others(ranks: Ranks) -> None:
     assert answers[1] == "left"
     assert answers[0].startswith("rank 1 (a/1) is lost to its group")
     assert "hint:" in answers[2]
+
+
+def counted(rank: Rank, plan: Plan) -> dict[str, float]:
+    with HierarchicalAverager(Scalar(0.0), plan=plan, rank=rank.rank, store=rank.store()) as averager:
+        averager.step(num_samples=1 + 2 * rank.rank)
+        samples: dict[str, float] = averager.state_dict()["samples"]
+    return samples
+
+
+def test_after_an_inner_round_its_ranks_stand_for_the_same_samples_further_out(ranks: Ranks) -> None:
+    # So that the loss of one of them loses only its part.
+    plan = make_plan("node=1,zone=2,global=4", 2, 1, 1)
+    assert answers_of(ranks.call(counted, plan, world_size=4)) == [
+        {"node": 0.0, "zone": 2.0, "global": 2.0},
+        {"node": 0.0, "zone": 2.0, "global": 2.0},
+        {"node": 0.0, "zone": 5.0, "global": 5.0},
+        {"node": 0.0, "zone": 7.0, "global": 7.0},
+    ]
+
+
+def normalised(rank: Rank, plan: Plan, average_buffers: bool) -> tuple[list[float], int]:
+    model = nn.BatchNorm1d(2)
+    with HierarchicalAverager(
+        model, plan=plan, rank=rank.rank, store=rank.store(), average_buffers=average_buffers
+    ) as averager:
+        for _ in range(rank.rank + 1):
+            model(torch.full((4, 2), float(rank.rank)) + torch.randn(4, 2) * 0)
+        averager.step()
+    assert model.running_mean is not None
+    assert model.num_batches_tracked is not None
+    return model.running_mean.tolist(), int(model.num_batches_tracked)
+
+
+@pytest.mark.parametrize(("average_buffers", "batches"), [(True, [2, 2]), (False, [1, 2])])
+def test_batch_statistics_are_averaged_unless_switched_off(
+    ranks: Ranks, average_buffers: bool, batches: list[int]
+) -> None:
+    plan = make_plan("global=1", 1, 1)
+    answers = answers_of(ranks.call(normalised, plan, average_buffers, world_size=2))
+    assert [count for _, count in answers] == batches
+    # Rank 0 saw one batch of zeros, rank 1 two of ones: with momentum 0.1 their means are 0 and 0.19.
+    own = [0.0, 0.19]
+    expected = [sum(own) / 2] * 2 if average_buffers else own
+    assert [means for means, _ in answers] == [pytest.approx([mean, mean]) for mean in expected]
+
+
+def rehooked(rank: Rank) -> list[float]:
+    """The hook follows a plan in which rank 1 has moved to rank 0's place of the innermost group."""
+    dist.init_process_group("gloo", store=rank.store("ddp"), rank=rank.rank, world_size=rank.world_size)
+    model, gradients = Scalar(0.0), []
+    apart = make_plan("node=4,global=16", 1, 2)
+    together = make_plan("node=4,global=16", 2, 1, generation=2)
+    averager = HierarchicalAverager(model, plan=apart, rank=rank.rank, store=rank.store())
+    ddp = nn.parallel.DistributedDataParallel(_Times(model), broadcast_buffers=False)
+    averager.register_hook(ddp)
+    gradients.append(_gradient(ddp, model, float(rank.rank)))
+    change = difference(apart, together, keys=first_keys(apart))
+    averager.adopt(together, rank=rank.rank, keys=change.keys)
+    gradients.append(_gradient(ddp, model, float(rank.rank)))
+    averager.close()
+    dist.destroy_process_group()
+    return gradients
+
+
+def test_the_gradient_hook_follows_a_new_plan(ranks: Ranks) -> None:
+    answers = answers_of(ranks.call(rehooked, world_size=3))
+    assert answers == [[0.0, 0.5], [1.5, 0.5], [1.5, 2.0]]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from elastic_hieravg.averaging.flat import FlatModel
+from elastic_hieravg.averaging.mesh import RECORD_BYTES
 from elastic_hieravg.averaging.rounds import AveragingGroup, Contribution
 from elastic_hieravg.errors import PeerLostError
 from tests.averaging.ranks import Died, Raised, Rank, Ranks
@@ -202,3 +203,87 @@ def test_a_forked_child_does_not_hide_its_parents_death(ranks: Ranks, places: st
     assert answers[-1] == Died(-signal.SIGKILL)
     assert [answer[0] for answer in answers[:-1]] == ["lost"] * 3
     assert max(waited for _, waited in answers[:-1]) < 10
+
+
+def die_while_voting(rank: Rank, places: str, told: int) -> str:
+    """The last rank dies when only the first `told` others have its verdict."""
+    tensor = torch.full((VALUES,), float(rank.rank))
+    group = build(rank, tensor, places)
+    if rank.rank == rank.world_size - 1:
+        gather = group._mesh.gather
+        num_gathered = 0
+
+        def vote_and_die(record: bytes, *, timeout_s: float) -> list[bytes]:
+            nonlocal num_gathered
+            num_gathered += 1
+            if num_gathered == 1:
+                return gather(record, timeout_s=timeout_s)
+            for peer in range(told):
+                group._mesh._sockets[peer].send(record.ljust(RECORD_BYTES, b"\0"))
+            os.kill(os.getpid(), signal.SIGKILL)
+            raise AssertionError("dead")
+
+        group._mesh.gather = vote_and_die  # type: ignore[method-assign]
+    try:
+        group.run(Contribution(step=1, samples=(1.0,)))
+    except PeerLostError:
+        pass
+    finally:
+        group.close()
+    return {float(rank.rank): "old", 1.5: "new"}.get(whole_value(tensor), "torn")
+
+
+@pytest.mark.parametrize("told", [0, 1, 2, 3])
+@pytest.mark.parametrize("places", ["aaaa", "aabb"])
+def test_ranks_of_one_node_decide_alike_if_a_rank_dies_while_voting(
+    ranks: Ranks, places: str, told: int
+) -> None:
+    for _ in range(3):
+        *survivors, victim = ranks.call(die_while_voting, places, told, world_size=4)
+        assert victim == Died(-signal.SIGKILL)
+        for node in set(places):
+            fates = {fate for rank, fate in enumerate(survivors) if places[rank] == node}
+            assert fates in ({"old"}, {"new"}), survivors
+        # Whoever was told everything commits; if all were, all do. If nobody was, nobody can.
+        if told in (0, 3):
+            assert set(survivors) == {"old" if told == 0 else "new"}
+
+
+def die_in_the_payload(rank: Rank, places: str) -> tuple[str, float]:
+    """The last rank dies after the header, and a child of it lives on."""
+    tensor = torch.full((VALUES,), float(rank.rank))
+    group = build(rank, tensor, places, timeout_s=60)
+    store = rank.store("fault")
+    if rank.rank == rank.world_size - 1:
+
+        def fork_and_die(_: object) -> bool:
+            child = os.fork()
+            if child == 0:
+                time.sleep(20)
+                os._exit(0)
+            store.set("child", str(child))
+            os.kill(os.getpid(), signal.SIGKILL)
+            raise AssertionError("dead")
+
+        group._reducer.reduce = fork_and_die  # type: ignore[method-assign,assignment]
+    started_s = time.monotonic()
+    try:
+        group.run(Contribution(step=1, samples=(1.0,)))
+        outcome = "averaged"
+    except PeerLostError:
+        outcome = "lost"
+    waited_s = time.monotonic() - started_s
+    group.close()
+    if rank.rank == 0:
+        os.kill(int(store.get("child")), signal.SIGKILL)
+    assert whole_value(tensor) == rank.rank
+    return outcome, waited_s
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_a_forked_child_does_not_hide_a_death_in_the_payload(ranks: Ranks, places: str) -> None:
+    *survivors, victim = ranks.call(die_in_the_payload, places, world_size=4)
+    assert victim == Died(-signal.SIGKILL)
+    assert [outcome for outcome, _ in survivors] == ["lost"] * 3
+    # The child lives for 20 s, the timeout is 60 s.
+    assert max(waited for _, waited in survivors) < 10
