@@ -5,11 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test format bench clean
+.PHONY: help demo test soak format bench clean
 
 help:
 	@echo "make demo    a plan before and after a node is lost"
 	@echo "make test    format, lint, types, layers, doctests, tests"
+	@echo "make soak    200 kills in random moments, from a random seed"
 	@echo "make format  rewrite the files the way 'make test' wants them"
 	@echo "make bench   the benchmarks, as tables"
 	@echo "make clean   remove .venv and what the tools left"
@@ -32,6 +33,9 @@ test: $(VENV)/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest --cov
+
+soak: $(VENV)/installed
+	KILLS=200 SEED=$${SEED:-$$(date +%s)} $(BIN)/pytest -s tests/averaging/test_faults.py -k kill_at_any_moment
 
 format: $(VENV)/installed
 	$(BIN)/ruff format .

@@ -74,6 +74,10 @@ class HierarchicalAverager:
 
     def step(self, num_samples: float = 1) -> RoundDone | None:
         """Count one optimizer step over so many samples; run the round that is due after it, if any."""
+        if not 0 <= num_samples < math.inf:
+            raise ParametersError(
+                Problem(f"a step was made over {num_samples} samples", "give a number of samples, 0 or more")
+            )
         self._step += 1
         self._new_samples += num_samples
         if self._step < self._next_step:
@@ -85,18 +89,17 @@ class HierarchicalAverager:
         return self._run(self.plan.levels[-1]) if self.plan.levels else None
 
     def adopt(self, plan: Plan, *, rank: int, keys: Collection[GroupKey]) -> None:
-        """Follow another plan from the next step on. Groups whose key is among `keys` as before are kept."""
+        """Follow another plan from the next step on. Groups whose key is among `keys` as before are kept.
+
+        If a new group cannot be built, the error leaves the plan and the groups of before in place.
+        """
         _check_slots(self._flat, plan)
         wanted = self._own_keys(plan, rank, keys)
+        self._groups |= self._build_missing(plan, rank, wanted)
         for gone in [key for key in self._groups if key not in wanted.values()]:
             self._groups.pop(gone).close()
         self.plan, self.rank = plan, rank
         self._level_keys = wanted
-        # Innermost first on every rank: no two ranks ever wait for each other in different groups.
-        for level in plan.levels:
-            key = wanted.get(level.name)
-            if key is not None and key not in self._groups:
-                self._groups[key] = self._build(level, key)
         if self._hook is not None:
             self._hook.replace(*self._gradient_groups())
         self._samples = {level.name: self._samples.get(level.name, 0.0) for level in plan.levels}
@@ -228,17 +231,33 @@ class HierarchicalAverager:
             return group
         return tuple(other for other in group if plan.seat(other).local_rank == plan.seat(rank).local_rank)
 
-    def _build(self, level: PlannedLevel, key: GroupKey) -> AveragingGroup:
-        ranks = self._holders(self.plan, self.rank, level)
+    def _build_missing(
+        self, plan: Plan, rank: int, wanted: Mapping[str, GroupKey]
+    ) -> dict[GroupKey, AveragingGroup]:
+        built: dict[GroupKey, AveragingGroup] = {}
+        try:
+            # Innermost first on every rank: no two ranks ever wait for each other in different groups.
+            for level in plan.levels:
+                key = wanted.get(level.name)
+                if key is not None and key not in self._groups and key not in built:
+                    built[key] = self._build(plan, rank, level, key)
+        except BaseException:
+            for group in built.values():
+                group.close()
+            raise
+        return built
+
+    def _build(self, plan: Plan, rank: int, level: PlannedLevel, key: GroupKey) -> AveragingGroup:
+        ranks = self._holders(plan, rank, level)
         prefix = f"hieravg/{key.name}"
         if self._flat.is_sharded:
-            prefix += f"/shard-{self.plan.seat(self.rank).local_rank}"
+            prefix += f"/shard-{plan.seat(rank).local_rank}"
         return AveragingGroup(
             self._flat,
             PrefixStore(prefix, self._store),
             level=level.name,
-            index=ranks.index(self.rank),
-            peers=self._peers(ranks),
+            index=ranks.index(rank),
+            peers=self._peers(plan, ranks),
             timeout_s=self._timeout_s,
         )
 
@@ -258,10 +277,11 @@ class HierarchicalAverager:
         prefix = f"hieravg/{self._level_keys[level.name].name}/gradients"
         store = PrefixStore(prefix, self._store)
         index = ranks.index(self.rank)
-        return Group(store, index=index, peers=self._peers(ranks), timeout_s=self._timeout_s)
+        peers = self._peers(self.plan, ranks)
+        return Group(store, index=index, peers=peers, timeout_s=self._timeout_s)
 
-    def _peers(self, ranks: Sequence[int]) -> tuple[Peer, ...]:
-        seats = [self.plan.seat(rank) for rank in ranks]
+    def _peers(self, plan: Plan, ranks: Sequence[int]) -> tuple[Peer, ...]:
+        seats = [plan.seat(rank) for rank in ranks]
         return tuple(
             Peer(
                 f"rank {seat.rank} ({seat.node_id}/{seat.local_rank})",

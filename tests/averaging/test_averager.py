@@ -241,6 +241,39 @@ def test_a_state_that_is_none_is_refused() -> None:
         averager.load_state_dict({"version": 1, "step": "3", "samples": {}})
 
 
+@pytest.mark.parametrize("num_samples", [-1, float("nan"), float("inf")])
+def test_a_step_over_no_sensible_number_of_samples_is_refused(num_samples: float) -> None:
+    plan = make_plan("global=2", 1)
+    averager = HierarchicalAverager(Scalar(0.0), plan=plan, rank=0, store=dist.HashStore())
+    with pytest.raises(ParametersError, match=f"a step was made over {num_samples} samples"):
+        averager.step(num_samples=num_samples)
+    assert averager.step_count == 0
+
+
+def deserted(rank: Rank) -> tuple[str, float]:
+    """A new plan names a rank that never comes; the plan of before stays."""
+    before = make_plan("node=1,global=2", 2)
+    after = make_plan("node=1,global=2", 2, 1, generation=2)
+    model = Scalar(float(rank.rank))
+    averager = HierarchicalAverager(model, plan=before, rank=rank.rank, store=rank.store(), timeout_s=2)
+    change = difference(before, after, keys=first_keys(before))
+    try:
+        averager.adopt(after, rank=rank.rank, keys=change.keys)
+        told = ""
+    except HierAvgError as exc:
+        told = str(exc)
+    model.value.data.fill_(float(rank.rank))
+    averager.step()
+    averager.close()
+    return told, float(model.value.item())
+
+
+def test_a_plan_whose_groups_cannot_be_built_leaves_the_one_before_in_place(ranks: Ranks) -> None:
+    for told, value in answers_of(ranks.call(deserted, world_size=2)):
+        assert "rank 2 (b/0)" in told
+        assert value == 0.5
+
+
 def hooked(rank: Rank, plan: Plan) -> list[float]:
     dist.init_process_group("gloo", store=rank.store("ddp"), rank=rank.rank, world_size=rank.world_size)
     model = Scalar(0.0)
