@@ -10,7 +10,7 @@ import socket
 import stat
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -48,12 +48,10 @@ class Group:
         _GROUPS.add(self)
 
     def send(self, values: Tensor, *, to: int, tag: int) -> Work:
-        work: Work = self._backend.send([values], to, tag)
-        return work
+        return self._start(self._backend.send, [values], to, tag)
 
     def receive(self, values: Tensor, *, of: int, tag: int) -> Work:
-        work: Work = self._backend.recv([values], of, tag)
-        return work
+        return self._start(self._backend.recv, [values], of, tag)
 
     def all_reduce(self, values: Tensor) -> Work:
         work: Work = self._backend.allreduce([values])
@@ -95,6 +93,13 @@ class Group:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
         self._connections, self._descriptors = [], []
+
+    def _start(self, operation: Callable[..., Work], *arguments: Any) -> Work:
+        try:
+            return operation(*arguments)
+        except RuntimeError as exc:
+            # Gloo knows already that the connection has ended.
+            raise lost("a rank of the group", str(exc).splitlines()[0]) from exc
 
     def _keep_connections(self, descriptors: list[int]) -> None:
         for descriptor in descriptors:
