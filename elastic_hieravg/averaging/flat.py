@@ -59,7 +59,6 @@ class Slot:
     """A tensor's place in its bank."""
 
     name: str
-    tensor: Tensor
     bank: "Bank"
     view: Tensor
     start: int
@@ -87,7 +86,8 @@ class Bank:
 class FlatModel:
     """The tensors to average, laid out in banks.
 
-    `list_tensors` is asked again before every round, so that a tensor that replaced another is noticed.
+    `list_tensors` is asked again before every round, so that a tensor that replaced another is noticed. It
+    alone decides how long the tensors live: here they are not kept.
     """
 
     def __init__(
@@ -139,9 +139,10 @@ class FlatModel:
                 width = 2 if slot.bank.buffer.is_complex() else 1
                 span = slice(slot.start * width, (slot.start + slot.num_values) * width)
                 slot.bank.values[span].copy_(result_of[id(slot.bank)][span])
-        for slot in self.slots:
-            if not slot.is_moved:
-                local_tensor(slot.tensor).copy_(slot.view)
+        if self.is_sharded:
+            for slot, tensor in zip(self.slots, self._list_tensors(), strict=True):
+                if not slot.is_moved:
+                    local_tensor(tensor).copy_(slot.view)
 
     def is_finite(self) -> bool:
         return all(bank.is_finite() for bank in self.banks)
@@ -252,7 +253,7 @@ def _fill(
         is_moved = not is_sharded(tensor)
         if is_moved:
             tensor.data = view
-        slots.append(Slot(name, tensor, bank, view, start, is_moved))
+        slots.append(Slot(name, bank, view, start, is_moved))
     return tuple(slots), tuple(banks.values())
 
 
@@ -280,7 +281,6 @@ def _bring_back(slot: Slot, tensor: Tensor) -> None:
         )
     slot.view.copy_(tensor.detach())
     tensor.data = slot.view
-    slot.tensor = tensor
 
 
 def _describe(name: str, tensor: Tensor) -> str:
