@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -36,13 +37,18 @@ class Rank:
     scope: str
 
     def store(self, name: str = "") -> Store:
-        server = TCPStore("127.0.0.1", self.port, is_master=False, timeout=STORE_TIMEOUT)
-        return PrefixStore(f"{self.scope}/{name}", server)
+        return PrefixStore(f"{self.scope}/{name}", _connect(self.port))
 
     def peers(self, *node_ids: str) -> tuple[Peer, ...]:
         """All ranks of the call as peers, on the given nodes; on one node if none is given."""
         nodes = node_ids or ("a",) * self.world_size
         return tuple(Peer(f"rank {rank}", node, "127.0.0.1") for rank, node in enumerate(nodes))
+
+
+@cache
+def _connect(port: int) -> Store:
+    # Once per process: now and then torch takes five seconds for it.
+    return TCPStore("127.0.0.1", port, is_master=False, timeout=STORE_TIMEOUT)
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ def not_the_same_model(rank: Rank) -> tuple[str, str, list[Tensor], float]:
 
 def test_ranks_with_different_models_get_an_error_and_go_on(ranks: Ranks) -> None:
     for rank, (name, text, unchanged, good) in enumerate(answers_of(ranks, not_the_same_model, world_size=3)):
-        assert name == "ParametersError"
+        assert name == "DifferentTensorsError"
         assert "the first difference is parameter 1" in text
         assert all(bool((tensor == rank).all()) for tensor in unchanged)
         assert good == 1.0
