@@ -15,12 +15,15 @@ from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo, Store, Work
+from torch.distributed import AllreduceOptions, ProcessGroupGloo, ReduceOp, Store, Work
 
 from elastic_hieravg.averaging.mesh import Peer, lost
+from elastic_hieravg.errors import PeerLostError
 
 # More threads than two did not help on two cores; one was slower.
 GLOO_THREADS = 2
+# Beyond so many, those that are done are forgotten.
+WORKS_REMEMBERED = 1024
 
 # A group's connections are told by the descriptors that appear while it is built: one build at a time.
 _BUILDING = threading.Lock()
@@ -36,6 +39,7 @@ class Group:
         self.peers = peers
         self._connections: list[socket.socket] = []
         self._descriptors: list[int] = []
+        self._works: dict[int, Work] = {}
         with _BUILDING:
             options = _gloo_options(peers[index].address, timeout_s=timeout_s)
             before = _socket_inodes()
@@ -53,22 +57,24 @@ class Group:
     def receive(self, values: Tensor, *, of: int, tag: int) -> Work:
         return self._start(self._backend.recv, [values], of, tag)
 
-    def all_reduce(self, values: Tensor) -> Work:
-        work: Work = self._backend.allreduce([values])
-        return work
+    def all_reduce(self, values: Tensor, *, operation: ReduceOp.RedOpType = ReduceOp.SUM) -> Work:
+        options: Any = AllreduceOptions()
+        options.reduceOp = operation
+        return self._start(self._backend.allreduce, [values], options)
 
     def wait(self, works: Sequence[Work]) -> None:
-        """Until all are done. The first failure cuts the group, which ends the others."""
-        for index, work in enumerate(works):
-            try:
+        """Until these are done. A failure ends all others that were started."""
+        try:
+            for work in works:
+                # Once each: gloo would wait for a second message.
+                del self._works[id(work)]
                 work.wait()
-            except RuntimeError as exc:
-                self.cut()
-                for other in works[index + 1 :]:
-                    # Their buffers are in use until they end.
-                    with contextlib.suppress(RuntimeError):
-                        other.wait()
-                raise lost("a rank of the group", str(exc).splitlines()[0]) from exc
+        except RuntimeError as exc:
+            raise self._fail(exc) from exc
+
+    def finish(self) -> None:
+        """Until everything that was started is done."""
+        self.wait(list(self._works.values()))
 
     def cut(self) -> None:
         """End every operation in flight. Any thread may call it, at any time."""
@@ -96,10 +102,23 @@ class Group:
 
     def _start(self, operation: Callable[..., Work], *arguments: Any) -> Work:
         try:
-            return operation(*arguments)
+            work = operation(*arguments)
         except RuntimeError as exc:
-            # Gloo knows already that the connection has ended.
-            raise lost("a rank of the group", str(exc).splitlines()[0]) from exc
+            # Gloo knows already that a connection has ended.
+            raise self._fail(exc) from exc
+        if len(self._works) >= WORKS_REMEMBERED:
+            # Gradients are waited for by torch, not here.
+            self._works = {key: each for key, each in self._works.items() if not each.is_completed()}
+        self._works[id(work)] = work
+        return work
+
+    def _fail(self, error: RuntimeError) -> PeerLostError:
+        """Cut the group and wait until nothing uses its members' memory any more."""
+        self.cut()
+        while self._works:
+            with contextlib.suppress(RuntimeError):
+                self._works.popitem()[1].wait()
+        return lost("a rank of the group", str(error).splitlines()[0])
 
     def _keep_connections(self, descriptors: list[int]) -> None:
         for descriptor in descriptors:
