@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from elastic_hieravg.averaging.flat import WIDE_TYPES, Kind
 from elastic_hieravg.averaging.groups import Group
@@ -17,8 +16,6 @@ from elastic_hieravg.averaging.kernels import chunks, combine, is_finite, share_
 
 # What is sent in one message; several are in flight.
 MESSAGE_VALUES = 1024 * 1024
-# Up to here an all-reduce was faster, between 2 and between 4 ranks.
-SMALL_VALUES = 4 * 1024 * 1024
 _CONTRIBUTION, _RESULT = 0, 1
 
 
@@ -92,26 +89,3 @@ class Exchange:
                 self._group.send(self._out[first:last], to=peer, tag=_RESULT)
             for first, last in chunks(*self._parts[peer], size=MESSAGE_VALUES):
                 self._group.receive(self._out[first:last], of=peer, tag=_RESULT)
-
-
-class SmallExchange:
-    """The same for a short run of values: one all-reduce of gloo, which has less to say before it begins.
-
-    `out` has the wide type.
-    """
-
-    def __init__(self, group: Group, *, source: Tensor, out: Tensor, kind: Kind) -> None:
-        self._group = group
-        self._source = source
-        self._out = out
-        self._kind = kind
-
-    def run(self, shares: Sequence[float]) -> bool:
-        """As `Exchange.run`; every member looks at all of the result."""
-        if self._source is not self._out:
-            combine(self._out, [self._source], [shares[self._group.index]], kind=self._kind)
-        if self._out.numel():
-            operation = ReduceOp.SUM if self._kind is Kind.MEAN else ReduceOp.MAX
-            self._group.all_reduce(self._out, operation=operation)
-            self._group.finish()
-        return is_finite(self._out)

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import AllreduceOptions, ProcessGroupGloo, ReduceOp, Store, Work
+from torch.distributed import ProcessGroupGloo, Store, Work
 
 from elastic_hieravg.averaging.mesh import Peer, lost
 from elastic_hieravg.errors import PeerLostError
@@ -57,10 +57,8 @@ class Group:
     def receive(self, values: Tensor, *, of: int, tag: int) -> Work:
         return self._start(self._backend.recv, [values], of, tag)
 
-    def all_reduce(self, values: Tensor, *, operation: ReduceOp.RedOpType = ReduceOp.SUM) -> Work:
-        options: Any = AllreduceOptions()
-        options.reduceOp = operation
-        return self._start(self._backend.allreduce, [values], options)
+    def all_reduce(self, values: Tensor) -> Work:
+        return self._start(self._backend.allreduce, [values])
 
     def wait(self, works: Sequence[Work]) -> None:
         """Until these are done. A failure ends all others that were started."""

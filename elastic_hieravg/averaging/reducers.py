@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from elastic_hieravg.averaging.exchange import SMALL_VALUES, Exchange, SmallExchange
-from elastic_hieravg.averaging.flat import Bank, FlatModel, Kind
+from elastic_hieravg.averaging.exchange import Exchange
+from elastic_hieravg.averaging.flat import FlatModel, Kind
 from elastic_hieravg.averaging.groups import Group
 from elastic_hieravg.averaging.kernels import Divergence, divergence, share_out
 from elastic_hieravg.averaging.mesh import Mesh, Peer, lost
@@ -85,27 +85,19 @@ class ExchangeReducer:
         self._group = group
         self.results: list[Tensor] = []
         self._sources: list[Tensor] = []
-        self._exchanges: list[Exchange | SmallExchange] = []
+        self._exchanges: list[Exchange] = []
         for bank in flat.banks:
+            num_values = bank.values.numel()
+            (_, length), *_ = share_out(num_values, len(group.peers))
+            # Rounded up to whole parts, so that a part's contributions find room where its result will be.
+            stage = torch.empty(length * len(group.peers), dtype=bank.values.dtype)
+            out, landing = stage[:num_values], stage.view(len(group.peers), length).unbind()
+            self.results.append(out)
             # The process group moves memory of the CPU; values of another device go through a copy there.
             on_cpu = bank.values.device.type == "cpu"
             source = bank.values if on_cpu else torch.empty_like(bank.values, device="cpu")
             self._sources.append(source)
-            self._add(bank, source)
-
-    def _add(self, bank: Bank, source: Tensor) -> None:
-        num_values, num_ranks = source.numel(), len(self._group.peers)
-        if num_values <= SMALL_VALUES:
-            out = torch.empty(num_values, dtype=bank.wide_type)
-            self._exchanges.append(SmallExchange(self._group, source=source, out=out, kind=bank.kind))
-        else:
-            (_, length), *_ = share_out(num_values, num_ranks)
-            # Rounded up to whole parts, so that a part's contributions find room where its result will be.
-            stage = torch.empty(length * num_ranks, dtype=source.dtype)
-            out, landing = stage[:num_values], stage.view(num_ranks, length).unbind()
-            exchange = Exchange(self._group, source=source, out=out, landing=landing, kind=bank.kind)
-            self._exchanges.append(exchange)
-        self.results.append(out)
+            self._exchanges.append(Exchange(group, source=source, out=out, landing=landing, kind=bank.kind))
 
     def reduce(self, shares: Sequence[float]) -> bool:
         for bank, source in zip(self._flat.banks, self._sources, strict=True):
@@ -157,13 +149,17 @@ class NodesReducer:
         self._timeout_s = timeout_s
         self._memory = NodeMemory(flat, node, timeout_s=timeout_s)
         self.results = self._memory.results
-        self._exchanges: list[Exchange | SmallExchange] = []
+        self._exchanges: list[Exchange] = []
         self._carried_bytes = 0
         if carriers is not None:
             for bank, result in zip(flat.banks, self.results, strict=True):
                 start, end = share_out(result.numel(), num_slices)[node.index]
                 carried = result[start:end]
-                self._exchanges.append(_exchange_in_place(carriers, carried, kind=bank.kind))
+                (_, length), *_ = share_out(end - start, len(carriers.peers))
+                landing = [torch.empty(length, dtype=result.dtype) for _ in carriers.peers]
+                self._exchanges.append(
+                    Exchange(carriers, source=carried, out=carried, landing=landing, kind=bank.kind)
+                )
                 self._carried_bytes += carried.numel() * carried.element_size()
 
     def reduce(self, shares: Sequence[float]) -> bool:
@@ -205,14 +201,6 @@ class NodesReducer:
         for member, record in enumerate(self._node.gather(_OK, timeout_s=self._timeout_s)):
             if not record.startswith(_OK):
                 raise lost(self._node.peers[member].name, "it sent something else than it should")
-
-
-def _exchange_in_place(group: Group, values: Tensor, *, kind: Kind) -> Exchange | SmallExchange:
-    if values.numel() <= SMALL_VALUES:
-        return SmallExchange(group, source=values, out=values, kind=kind)
-    (_, length), *_ = share_out(values.numel(), len(group.peers))
-    landing = [torch.empty(length, dtype=values.dtype) for _ in group.peers]
-    return Exchange(group, source=values, out=values, landing=landing, kind=kind)
 
 
 def _own_divergence(flat: FlatModel, results: Sequence[Tensor], share: float) -> Divergence:

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from elastic_hieravg.averaging import exchange, reducers
 from elastic_hieravg.averaging.mesh import Peer
 
 CALL_TIMEOUT_S = 120.0
@@ -44,11 +43,6 @@ class Rank:
         """All ranks of the call as peers, on the given nodes; on one node if none is given."""
         nodes = node_ids or ("a",) * self.world_size
         return tuple(Peer(f"rank {rank}", node, "127.0.0.1") for rank, node in enumerate(nodes))
-
-
-def choose_way(places: str) -> None:
-    """Send values between nodes the way of long runs if the nodes are in capitals, else the usual way."""
-    vars(reducers)["SMALL_VALUES"] = -1 if places.isupper() else exchange.SMALL_VALUES
 
 
 @cache
@@ -129,7 +123,6 @@ def _serve(connection: Connection) -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     while (call := connection.recv()) is not None:
         function, rank, arguments = call
-        choose_way("")
         try:
             answer = function(rank, *arguments)
         except Exception as exc:  # noqa: BLE001 - whatever a test's function raises is its answer

@@ -12,14 +12,13 @@ from torch import Tensor
 from elastic_hieravg.averaging.flat import FlatModel
 from elastic_hieravg.averaging.rounds import AveragingGroup, Contribution
 from elastic_hieravg.events import RoundDone
-from tests.averaging.ranks import Raised, Rank, Ranks, choose_way
+from tests.averaging.ranks import Raised, Rank, Ranks
 
-# Which node each rank is on: one node, a node each, two and two, three and one. In capitals: the long way.
-PLACES = ["aaaa", "abcd", "aabb", "aaab", "aa", "ab", "ABCD", "AABB", "AB"]
+# Which node each rank is on: one node, a node each, two and two, three and one.
+PLACES = ["aaaa", "abcd", "aabb", "aaab", "aa", "ab"]
 
 
 def build(rank: Rank, tensors: list[Tensor], places: str) -> AveragingGroup:
-    choose_way(places)
     flat = FlatModel([f"tensor {index}" for index in range(len(tensors))], lambda: tensors)
     return AveragingGroup(
         flat, rank.store("group"), level="global", index=rank.rank, peers=rank.peers(*places), timeout_s=20
@@ -121,7 +120,7 @@ def test_a_rank_that_is_not_finite_counts_nothing_and_is_healed(ranks: Ranks, pl
         assert done.outcome == "committed"
 
 
-@pytest.mark.parametrize("places", ["aaaa", "abcd", "aabb", "ABCD", "AABB"])
+@pytest.mark.parametrize("places", ["aaaa", "abcd", "aabb"])
 def test_if_no_rank_is_finite_the_round_is_skipped_and_nothing_changes(ranks: Ranks, places: str) -> None:
     answers = ranks.call(nonfinite, places, (0, 1, 2, 3), world_size=4)
     for rank, (tensor, done, _) in enumerate(answers):
@@ -138,7 +137,7 @@ def overflowing(rank: Rank, places: str) -> tuple[Tensor, RoundDone]:
     return tensor.clone(), done
 
 
-@pytest.mark.parametrize("places", ["aaaa", "abcd", "aabb", "ABCD", "AABB"])
+@pytest.mark.parametrize("places", ["aaaa", "abcd", "aabb"])
 def test_values_whose_squares_overflow_are_averaged_all_the_same(ranks: Ranks, places: str) -> None:
     for tensor, done in ranks.call(overflowing, places, world_size=4):
         assert (done.outcome, done.num_nonfinite) == ("committed", 0)
@@ -154,7 +153,7 @@ def nobody_holds(rank: Rank, places: str, holders: tuple[int, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize(("holders", "value"), [((), 0.0), ((2,), 2.0), ((1, 2), 1.5)])
-@pytest.mark.parametrize("places", ["aaaa", "abcd", "aabb", "ABCD", "AABB"])
+@pytest.mark.parametrize("places", ["aaaa", "abcd", "aabb"])
 def test_without_weights_holders_count_and_without_holders_the_lowest_rank(
     ranks: Ranks, places: str, holders: tuple[int, ...], value: float
 ) -> None:
@@ -202,7 +201,7 @@ def many_rounds(rank: Rank, places: str) -> list[str]:
     return checksums
 
 
-@pytest.mark.parametrize("places", ["aaaa", "abcd", "aabb", "aaab", "ABCD", "AABB"])
+@pytest.mark.parametrize("places", ["aaaa", "abcd", "aabb", "aaab"])
 def test_after_every_round_all_replicas_are_bit_identical(ranks: Ranks, places: str) -> None:
     answers: list[Any] = ranks.call(many_rounds, places, world_size=4)
     assert not any(isinstance(answer, Raised) for answer in answers), answers
@@ -213,7 +212,7 @@ def test_after_every_round_all_replicas_are_bit_identical(ranks: Ranks, places: 
 @st.composite
 def stories(draw: st.DrawFn) -> tuple[str, list[tuple[list[int], str]], list[float]]:
     """Which node each rank is on, the shapes and types of its tensors, and everybody's weight."""
-    places = draw(st.text("abc", min_size=2, max_size=4) | st.text("ABC", min_size=2, max_size=4))
+    places = draw(st.text("abc", min_size=2, max_size=4))
     shape = st.lists(st.integers(0, 40), max_size=3)
     dtype = st.sampled_from(["float32", "float64", "bfloat16", "float16", "int64", "bool", "complex64"])
     tensors = draw(st.lists(st.tuples(shape, dtype), min_size=1, max_size=4))
