@@ -74,10 +74,6 @@ class AveragingGroup:
             self._mesh.close()
             raise
 
-    @property
-    def link(self) -> str:
-        return self._reducer.link
-
     def run(
         self, contribution: Contribution, *, selected: Sequence[int] | None = None
     ) -> tuple[RoundDone, Agreement]:

@@ -274,51 +274,6 @@ def test_a_plan_whose_groups_cannot_be_built_leaves_the_one_before_in_place(rank
         assert value == 0.5
 
 
-def hooked(rank: Rank, plan: Plan) -> list[float]:
-    dist.init_process_group("gloo", store=rank.store("ddp"), rank=rank.rank, world_size=rank.world_size)
-    model = Scalar(0.0)
-    averager = HierarchicalAverager(model, plan=plan, rank=rank.rank, store=rank.store())
-    ddp = nn.parallel.DistributedDataParallel(_Times(model), broadcast_buffers=False)
-    averager.register_hook(ddp)
-    gradients = []
-    for _ in range(4):
-        gradients.append(_gradient(ddp, model, float(rank.rank)))
-        averager.step()
-    # Without synchronisation DDP does not call the hook, and nothing is counted twice.
-    with ddp.no_sync():
-        gradients.append(_gradient(ddp, model, float(rank.rank)))
-    averager.close()
-    dist.destroy_process_group()
-    return gradients
-
-
-def _gradient(ddp: nn.Module, model: Scalar, factor: float) -> float:
-    model.value.grad = None
-    ddp(torch.tensor(factor)).backward()
-    gradient: Any = model.value.grad
-    return float(gradient.item())
-
-
-class _Times(nn.Module):
-    def __init__(self, scalar: Scalar) -> None:
-        super().__init__()
-        self.scalar = scalar
-
-    def forward(self, factor: torch.Tensor) -> torch.Tensor:
-        return (self.scalar.value * factor).sum()
-
-
-def test_the_gradient_hook_averages_over_the_world_then_over_the_innermost_group(ranks: Ranks) -> None:
-    plan = make_plan("node=4,global=16", 2, 1, 1, warmup_steps=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        answers = answers_of(ranks.call(hooked, plan, world_size=4))
-    assert answers[0] == [1.5, 1.5, 0.5, 0.5, 0.0]
-    assert answers[1] == [1.5, 1.5, 0.5, 0.5, 1.0]
-    assert answers[2] == [1.5, 1.5, 2.0, 2.0, 2.0]
-    assert answers[3] == [1.5, 1.5, 3.0, 3.0, 3.0]
-
-
 def sharded(rank: Rank, plan: Plan) -> tuple[torch.Tensor, list[str]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -469,24 +424,19 @@ def test_batch_statistics_are_averaged_unless_switched_off(
     assert [means for means, _ in answers] == [pytest.approx([mean, mean]) for mean in expected]
 
 
-def rehooked(rank: Rank) -> list[float]:
-    """The hook follows a plan in which rank 1 has moved to rank 0's place of the innermost group."""
-    dist.init_process_group("gloo", store=rank.store("ddp"), rank=rank.rank, world_size=rank.world_size)
-    model, gradients = Scalar(0.0), []
-    apart = make_plan("node=4,global=16", 1, 2)
-    together = make_plan("node=4,global=16", 2, 1, generation=2)
-    averager = HierarchicalAverager(model, plan=apart, rank=rank.rank, store=rank.store())
-    ddp = nn.parallel.DistributedDataParallel(_Times(model), broadcast_buffers=False)
-    averager.register_hook(ddp)
-    gradients.append(_gradient(ddp, model, float(rank.rank)))
-    change = difference(apart, together, keys=first_keys(apart))
-    averager.adopt(together, rank=rank.rank, keys=change.keys)
-    gradients.append(_gradient(ddp, model, float(rank.rank)))
-    averager.close()
-    dist.destroy_process_group()
-    return gradients
+def averaged_early(rank: Rank, plan: Plan) -> tuple[str, float, list[str]]:
+    model = Scalar(0.0)
+    with HierarchicalAverager(model, plan=plan, rank=rank.rank, store=rank.store()) as averager:
+        model.value.data.fill_(float(rank.rank))
+        averager.step()
+        done = averager.average()
+        assert done
+        later = [averager.step() for _ in range(3)]
+    return done.level, float(model.value.item()), [each.level if each else "" for each in later]
 
 
-def test_the_gradient_hook_follows_a_new_plan(ranks: Ranks) -> None:
-    answers = answers_of(ranks.call(rehooked, world_size=3))
-    assert answers == [[0.0, 0.5], [1.5, 0.5], [1.5, 2.0]]
+def test_a_global_round_can_be_run_before_it_is_due_and_the_schedule_keeps_its_phase(ranks: Ranks) -> None:
+    plan = make_plan("node=2,global=4", 2, 1)
+    answers = answers_of(ranks.call(averaged_early, plan, world_size=3))
+    assert [answer[:2] for answer in answers] == [("global", 1.0)] * 3
+    assert [later for *_, later in answers] == [["node", "", "global"]] * 2 + [["", "", "global"]]
