@@ -1,10 +1,13 @@
-"""What people write, turned into values: flags, files and, later, the environment.
+"""What people write, turned into values: flags, files and the environment.
 
 Every reader here either returns a value or raises a `UsageError` that says what was found; none of them
 acts on what it read.
 """
 
+import os
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from elastic_hieravg.errors import DocumentError, InputError, Problem, TopologyError, UsageError, raise_if_any
@@ -14,6 +17,15 @@ from elastic_hieravg.plan.topology import Node
 NODE_FORM = "NAME:SLOTS[:key=value[,key=value...]]"
 NODES_FILE_FORM = '[{"node_id": "a", "slots": 4, "labels": {"zone": "z1"}}]'
 NODES_FILE_BYTES_MAX = 64 * 1024 * 1024
+
+# Where labels come from, beside flags. The file has the form of Kubernetes' downward API: key="value" lines.
+LABELS_VARIABLE = "HIERAVG_LABELS"
+LABELS_FILE_VARIABLE = "HIERAVG_LABELS_FILE"
+LABELS_FILE_BYTES_MAX = 1024 * 1024
+# What Kubernetes calls the labels that everybody has.
+KUBERNETES_LABELS = {"topology.kubernetes.io/zone": "zone", "topology.kubernetes.io/region": "region"}
+HOST_LABEL = "host"
+SECRET_BYTES_MAX = 64 * 1024
 
 _SLOTS = re.compile(r"-?[0-9]{1,9}")
 _STEPS = re.compile(r"[0-9]{1,18}")
@@ -82,25 +94,93 @@ def read_nodes_file(path: Path) -> list[Node]:
 
 
 def _read_nodes_document(path: Path) -> object:
-    try:
-        # Opened, not stat'ed first: a pipe has no size, and a file may change in between.
-        with path.open("rb") as file:
-            content = file.read(NODES_FILE_BYTES_MAX + 1)
-        text = content.decode()
-    except OSError as exc:
-        raise UsageError(
-            Problem(f"{path} cannot be read: {exc.strerror}", "give the path of a JSON file of nodes")
-        ) from exc
-    except UnicodeDecodeError as exc:
-        raise UsageError(Problem(f"{path} is not text: {exc}", f"write {NODES_FILE_FORM} in UTF-8")) from exc
-    if len(content) > NODES_FILE_BYTES_MAX:
-        raise UsageError(
-            Problem(f"{path} is larger than {NODES_FILE_BYTES_MAX} bytes", "is it the right file?")
-        )
+    text = _read_bounded(path, bytes_max=NODES_FILE_BYTES_MAX, kind="JSON file of nodes")
     try:
         return parse_json(text, where=str(path))
     except DocumentError as exc:
         raise UsageError(*exc.problems) from exc
+
+
+def read_node_labels(
+    flags: Sequence[str] = (), *, environment: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The labels of this node: flags before `HIERAVG_LABELS`, before the file, before the host's name.
+
+    In the file, Kubernetes' own zone and region count where the file has none of its own.
+    """
+    variables = os.environ if environment is None else environment
+    found = {HOST_LABEL: host_name()}
+    path = variables.get(LABELS_FILE_VARIABLE)
+    if path:
+        found |= _read_labels_file(Path(path))
+    if variables.get(LABELS_VARIABLE):
+        found |= read_labels(variables[LABELS_VARIABLE], of=f"{LABELS_VARIABLE}={variables[LABELS_VARIABLE]}")
+    given: dict[str, str] = {}
+    for flag in flags:
+        for key, value in read_labels(flag, of=flag).items():
+            if given.setdefault(key, value) != value:
+                message = f"the label {key} is given twice: {given[key]} and {value}"
+                raise UsageError(Problem(message, "give it once"))
+    return found | given
+
+
+def host_name() -> str:
+    """The name of this machine, as it names itself."""
+    return os.uname().nodename
+
+
+def _read_labels_file(path: Path) -> dict[str, str]:
+    content = _read_bounded(path, bytes_max=LABELS_FILE_BYTES_MAX, kind="file of labels")
+    found: dict[str, str] = {}
+    for number, line in enumerate(content.splitlines(), start=1):
+        if not line.strip():
+            continue
+        key, equals, quoted = line.strip().partition("=")
+        value = _unquoted(quoted)
+        if not equals or not key or value is None:
+            message = f"line {number} of {path} is {line!r}, not a label"
+            raise UsageError(Problem(message, 'write key="value", as Kubernetes\' downward API does'))
+        # Kubernetes allows labels without a value; they say nothing here.
+        if value:
+            found[key] = value
+    for theirs, ours in KUBERNETES_LABELS.items():
+        if theirs in found:
+            found.setdefault(ours, found[theirs])
+    return found
+
+
+def _unquoted(text: str) -> str | None:
+    """The value behind the equals sign, in quotes or plain; None if its quotes are not whole."""
+    if not text.startswith('"'):
+        return text
+    is_whole = len(text) >= 2 and text.endswith('"') and "\\" not in text
+    return text[1:-1] if is_whole and '"' not in text[1:-1] else None
+
+
+def _read_bounded(path: Path, *, bytes_max: int, kind: str) -> str:
+    """A file's text; `kind` is what somebody should have given, for the message."""
+    try:
+        # Opened, not stat'ed first: a pipe has no size, and a file may change in between.
+        with path.open("rb") as file:
+            content = file.read(bytes_max + 1)
+        text = content.decode()
+    except OSError as exc:
+        raise UsageError(
+            Problem(f"{path} cannot be read: {exc.strerror}", f"give the path of a {kind}")
+        ) from exc
+    except UnicodeDecodeError as exc:
+        raise UsageError(Problem(f"{path} is not text: {exc}", f"give the path of a {kind} in UTF-8")) from exc
+    if len(content) > bytes_max:
+        raise UsageError(Problem(f"{path} is larger than {bytes_max} bytes", "is it the right file?"))
+    return text
+
+
+def read_secret(path: Path) -> str:
+    """A password out of a file, without the newline that editors leave at the end."""
+    secret = _read_bounded(path, bytes_max=SECRET_BYTES_MAX, kind="file with a password").rstrip("\r\n")
+    if not secret:
+        raise UsageError(Problem(f"{path} is empty", "write the password into it"))
+    return secret
 
 
 def read_steps(text: str, *, flag: str) -> int:
@@ -126,3 +206,17 @@ def read_params(text: str) -> int:
             )
         )
     return number
+
+
+@contextmanager
+def environment_with(name: str, value: str) -> Iterator[None]:
+    """Have a variable in the environment for the time of a block, and what was there before after it."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -4,8 +4,13 @@
     ├── InputError            somebody wrote something we cannot use (exit code 2)
     │   ├── HierarchyError    a hierarchy that contradicts itself
     │   ├── TopologyError     nodes, labels and levels that do not go together
-    │   └── UsageError        a flag or a file
-    ├── DocumentError         a plan document this version does not understand
+    │   └── UsageError        a flag, a file, or a package that is missing
+    ├── DocumentError         a document or record this version does not understand
+    ├── StoreError            the store that holds the membership
+    │   ├── StoreAwayError    nobody answered in time; what became of a write is not known
+    │   ├── StoreDeniedError  it answered no: credentials, certificates, permissions
+    │   └── LeaseLostError    a lease is over
+    ├── MembershipError       this node cannot be in the job, or the job is over
     └── AveragingError        a round that did not happen; no parameter changed
         ├── ParametersError   the tensors of this rank cannot be averaged
         │   └── DifferentTensorsError   ranks bring different tensors; all of them are told
@@ -63,11 +68,31 @@ class TopologyError(InputError):
 
 
 class UsageError(InputError):
-    """A flag or a file that cannot be read."""
+    """A flag or a file that cannot be read, or a package that is missing."""
 
 
 class DocumentError(HierAvgError):
-    """A plan document that this version does not understand, or that was altered."""
+    """A document or record that this version does not understand, or that was altered."""
+
+
+class StoreError(HierAvgError):
+    """The store that holds the membership did not do what it was asked."""
+
+
+class StoreAwayError(StoreError):
+    """Nobody answered in time. A write may have been applied, or may be yet."""
+
+
+class StoreDeniedError(StoreError):
+    """The store answered no: credentials, certificates, permissions. Asking again does not help."""
+
+
+class LeaseLostError(StoreError):
+    """A lease is over, and every key with it."""
+
+
+class MembershipError(HierAvgError):
+    """This node cannot be in the job as it is, or the job is over."""
 
 
 class AveragingError(HierAvgError):

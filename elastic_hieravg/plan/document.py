@@ -62,6 +62,10 @@ class Fields:
     def number(self, key: str) -> int:
         return self._take(key, int, None)
 
+    def value(self, key: str) -> tuple[str, object]:
+        """Whatever a key holds, with where it stands."""
+        return f"{self._where}, {key}", self._take(key, dict, None)
+
     def items(self, key: str) -> Iterator[tuple[str, object]]:
         """Each entry of a list, with where it stands."""
         for index, value in enumerate(self._take(key, list, None)):
