@@ -7,11 +7,14 @@ happened, or returns the story.
 from collections.abc import Callable
 from functools import partial
 
+from elastic_hieravg.membership.kv import Write
+from elastic_hieravg.membership.messages import Request
 from elastic_hieravg.membership.records import Mode
 from tests.membership.safety import Safety
 from tests.membership.simulated_ranks import Meetings
 from tests.membership.simulation import (
     HEALED_S,
+    KEYS,
     LEASE_TTL_S,
     TOLD_S,
     Agent,
@@ -25,6 +28,8 @@ FAULTS_S = 25.0
 ROUNDS_AFTER = 2
 # A fault that finds nothing to hit is replaced by another one.
 TRIES_MAX = 5
+# What `lose_writers_lease` waits for; counted when it comes.
+FENCED_WRITING = "fenced while writing"
 
 
 class Nemesis:
@@ -41,7 +46,7 @@ class Nemesis:
         """Everything works again. Who is down comes back, most of them."""
         world = self._world
         self.end_outage()
-        world.slowness, world.reply_loss = 1.0, 0.0
+        world.slowness, world.reply_loss, world.sending = 1.0, 0.0, None
         for agent in world.agents.values():
             agent.is_cut_off = False
             if agent.is_up:
@@ -200,23 +205,19 @@ class Nemesis:
         return True
 
     def lose_writers_lease(self) -> bool:
-        """Somebody dies, and the one whose turn it is to write that is out before it does."""
-        generation = self._world.generation()
-        working = {each.node_id: each for each in self._world.agents.values() if each.is_working}
-        members = [node.node_id for node in generation.members] if generation else []
-        if len(members) < 2 or not working.keys() >= set(members):
+        """Whoever writes the next generation is out by the time its write arrives."""
+        if self._world.sending is not None:
             return False
-        self._kill(working[members[-1]], is_told=True)
-        writer = working[members[0]]
-        self._world.log(f"{writer.node_id} is about to lose its lease")
+        self._world.sending = self._fence_writer
+        return self.kill()
 
-        def lose() -> None:
-            if writer.is_up:
-                self._world.ledger.revoke(writer.member.own_lease)
-                self._world.store_changed()
-
-        self._for_a_while(0.0, 0.3, lose)
-        return True
+    def _fence_writer(self, writer: Agent, request: Request) -> None:
+        if isinstance(request, Write) and any(put.key == KEYS.generation for put in request.puts):
+            self._world.sending = None
+            self._world.story.faults[FENCED_WRITING] += 1
+            self._world.log(f"{writer.node_id} loses its lease while it writes")
+            self._world.ledger.revoke(writer.member.own_lease)
+            self._world.store_changed()
 
     def take_store_away(self) -> bool:
         if not self._world.is_store_up:

@@ -126,6 +126,8 @@ class World:
         self.slowness = 1.0
         self.reply_loss = 0.0
         self.faults_s = faults_s
+        # Told of every request as it is sent, for a fault that has to hit that moment.
+        self.sending: Callable[[Agent, Request], None] | None = None
         # Whether nothing was wrong with the store and the network so far; who was accused, and if in calm.
         self.is_calm = True
         self.falsely_accused: dict[str, bool] = {}
@@ -363,6 +365,8 @@ class Agent:
             else:
                 self.later(self.world.latency_s(), lambda: self._answered(answer))
 
+        if self.world.sending is not None:
+            self.world.sending(self, request)
         # Once sent, a request arrives even if its sender is paused or gone by then.
         self.world.after(self.world.latency_s(), arrive)
 
