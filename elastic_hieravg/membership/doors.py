@@ -19,6 +19,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from elastic_hieravg.errors import Problem, UsageError
+
 # Each agent's process is watched by so many others, spread over the job, so that a lost rack is not its own
 # only witness.
 WATCHERS = 8
@@ -87,7 +89,7 @@ class Doors:
         self._on_life = on_life
         self._clock = clock
         self._mine: set[str] = set()
-        self._listener = socket.create_server((address, 0), backlog=BACKLOG)
+        self._listener = _listen(address)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -212,8 +214,7 @@ class Doors:
         self._knock(probe)
 
     def _knock(self, watched: "_Watched") -> None:
-        family = socket.AF_INET6 if ":" in watched.door.address else socket.AF_INET
-        watched.sock = socket.socket(family, socket.SOCK_STREAM)
+        watched.sock = socket.socket(_family(watched.door.address), socket.SOCK_STREAM)
         watched.sock.setblocking(False)
         watched.state = _State.KNOCKING
         watched.until_s = self._clock() + KNOCK_TIMEOUT_S
@@ -302,6 +303,18 @@ class Doors:
                 self._knock(watched)
             else:
                 self._not_opened(watched, errno.ETIMEDOUT)
+
+
+def _listen(address: str) -> socket.socket:
+    try:
+        return socket.create_server((address, 0), family=_family(address), backlog=BACKLOG)
+    except OSError as exc:
+        message = f"this node cannot be reached at {address}: {exc.strerror}"
+        raise UsageError(Problem(message, "give an address or a name of this machine itself")) from exc
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 @dataclass(eq=False, slots=True)

@@ -238,9 +238,9 @@ def _problems(settings: EtcdSettings) -> Iterator[Problem]:
     if not settings.endpoints:
         yield Problem("there is no endpoint", "give one or more, for example h1:2379,h2:2379,h3:2379")
     for endpoint in settings.endpoints:
-        host, _, port = endpoint.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-            yield Problem(f"{endpoint!r} is not an endpoint", "write host:port, for example h1:2379")
+        if not _is_endpoint(endpoint):
+            hint = "write host:port, for example h1:2379 or [fd00::1]:2379; TLS comes with cacert"
+            yield Problem(f"{endpoint!r} is not an endpoint", hint)
     if (settings.cert is None) != (settings.key is None):
         missing, given = ("key", "cert") if settings.key is None else ("cert", "key")
         yield Problem(f"there is a {given} and no {missing}", "a client certificate needs both cert and key")
@@ -254,3 +254,11 @@ def _problems(settings: EtcdSettings) -> Iterator[Problem]:
             f"user {settings.user} has a password, and without cacert there is no TLS",
             "give cacert: a password is not sent over a connection that anybody can read",
         )
+
+
+def _is_endpoint(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    is_port = port.isdecimal() and len(port) <= 5 and 0 < int(port) < 1 << 16
+    # An IPv6 address stands in brackets; a URL is no host.
+    is_host = bool(host) and "/" not in host and (":" not in host or (host[0] == "[" and host[-1] == "]"))
+    return is_port and is_host

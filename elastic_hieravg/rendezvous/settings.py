@@ -14,7 +14,7 @@ from elastic_hieravg.membership.etcd_client import EtcdSettings
 from elastic_hieravg.membership.messages import Candidate
 from elastic_hieravg.membership.records import Job, Mode
 from elastic_hieravg.membership.service import LEASE_TTL_S
-from elastic_hieravg.plan import Hierarchy
+from elastic_hieravg.plan import Hierarchy, Node
 
 DEFAULT_PORT = 2379
 # Below this a busy machine may miss its beats, and etcd makes shorter leases longer anyway.
@@ -87,11 +87,12 @@ def read_settings(
     }
     problems += [number for number in numbers.values() if isinstance(number, Problem)]
     etcd = _gather(lambda: _etcd_settings(endpoint, texts), problems)
-    labels = _gather(read_node_labels, problems)
+    node_id = texts.get("node_id", host_name())
+    node = _gather(lambda: Node(node_id, 1, read_node_labels()), problems)
     job = _gather(lambda: Job(nodes_min, nodes_max, HIERARCHY, Mode.RESTART), problems)
     raise_if_any(UsageError, problems)
     assert etcd is not None
-    assert labels is not None
+    assert node is not None
     assert job is not None
     seconds = {name: number for name, number in numbers.items() if isinstance(number, float)}
     address = local_address or address_towards(etcd.endpoints[0])
@@ -100,7 +101,7 @@ def read_settings(
         etcd,
         Policy(job, join_settle_s=seconds["last_call_timeout"], pause_s=seconds["join_timeout"]),
         seconds["lease_ttl_s"],
-        Candidate(texts.get("node_id", host_name()), 1, labels, address, 0, may_rename="node_id" not in texts),
+        Candidate(node_id, node.slots, node.labels, address, 0, may_rename="node_id" not in texts),
     )
 
 
@@ -108,7 +109,8 @@ def address_towards(endpoint: str) -> str:
     """This machine's address on the network that leads to the store: where the others are, too."""
     host, _, port = endpoint.rpartition(":")
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, where = found[0]
         # Nothing is sent: connecting a datagram socket only chooses the way.
         with socket.socket(family, kind, protocol) as sock:
             sock.connect(where)
@@ -126,11 +128,15 @@ def _etcd_settings(endpoint: str, texts: Mapping[str, str]) -> EtcdSettings:
     password_file = texts.get("password_file")
     paths = {key: Path(texts[key]) for key in ("cacert", "cert", "key") if key in texts}
     return EtcdSettings(
-        tuple(each if ":" in each else f"{each}:{DEFAULT_PORT}" for each in endpoints),
+        tuple(f"{each}:{DEFAULT_PORT}" if _has_no_port(each) else each for each in endpoints),
         **paths,
         user=texts.get("user"),
         password=read_secret(Path(password_file)) if password_file else None,
     )
+
+
+def _has_no_port(endpoint: str) -> bool:
+    return ":" not in endpoint or (endpoint.startswith("[") and endpoint.endswith("]"))
 
 
 def _gather(make: Callable[[], T], problems: list[Problem]) -> T | None:
