@@ -4,29 +4,53 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_averaging_benchmark_reports_a_table_and_json(tmp_path: Path) -> None:
-    results = tmp_path / "averaging.json"
+def run_quickly(name: str, folder: Path, *, timeout_s: float) -> tuple[str, dict[str, Any]]:
+    """What the benchmark prints, and the figures it leaves behind."""
+    results = folder / "results.json"
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "averaging.py", "--quick", "--results", results],
+        [sys.executable, ROOT / "benchmarks" / name, "--quick", "--results", results],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=timeout_s,
         check=False,
-        cwd=tmp_path,
+        cwd=folder,
     )
     # A missed figure is exit 1 and a line that says which.
     assert done.returncode in (0, 1), done.stderr
     missed = [line for line in done.stderr.splitlines() if line.startswith("missed: ")]
     assert bool(missed) == (done.returncode == 1), done.stderr
-    assert "| model | torch averager | flat all-reduce |" in done.stdout
-    assert "| 1M (1.0 M in 60) |" in done.stdout
-    found = json.loads(results.read_text())
-    assert found["missed"] == missed
+    figures: dict[str, Any] = json.loads(results.read_text())
+    assert figures["missed"] == missed
+    return done.stdout, figures
+
+
+def test_the_averaging_benchmark_reports_a_table_and_json(tmp_path: Path) -> None:
+    printed, found = run_quickly("averaging.py", tmp_path, timeout_s=120)
+    assert "| model | torch averager | flat all-reduce |" in printed
+    assert "| 1M (1.0 M in 60) |" in printed
     (row,) = found["rows"]
     assert row["num_ranks"] == 2
     assert {"torch averager", "ours, same host", "ours, process group"} <= row["ms"].keys()
     assert all(ms > 0 for ms in row["ms"].values())
+
+
+def test_the_rendezvous_benchmark_reports_tables_and_json(tmp_path: Path) -> None:
+    printed, found = run_quickly("rendezvous.py", tmp_path, timeout_s=300)
+    assert "| worker killed | etcd3, defaults |" in printed
+    assert "| run | join | generations | detection | adoption |" in printed
+    assert "| live nodes dropped |" in printed
+    (outcome,) = found["torchrun"]
+    assert outcome["failure"] or 0 < outcome["process_s"] < outcome["step_s"]
+    (join,) = found["joins"]
+    assert join["num_agents"] == 8
+    assert join["join_s"] > 0
+    assert join["loss"]["total_s"] > 0
+    assert found["load"]["num_agents"] == 8
+    assert found["load"]["num_runnable"] > 2
+    assert found["load"]["num_dropped"] or len(found["load"]["kills"]) == 3
+    assert {"python", "torch", "etcd", "cores", "load_start", "load_end"} == found["machine"].keys()
