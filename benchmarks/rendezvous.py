@@ -122,10 +122,10 @@ def print_joins(joins: Sequence[Joined]) -> None:
     print(
         f"\n## {first.num_agents} agents on one etcd\n\nThe agents share {first.num_processes} processes, "
         "which have imported everything and begin on a word; each agent makes its own client of etcd. "
-        f"Join: from that word until the last of them has adopted a generation of all {first.num_agents}. Then one "
-        "that has a process of its own is killed. Detection: until the first survivor knows. Adoption: from there "
-        "until the last one has adopted the generation without it, settling included. Seconds; the last row "
-        "is medians.\n"
+        "Join: from that word until the last of them has adopted a generation of all "
+        f"{first.num_agents}. Then one that has a process of its own is killed. Detection: until the first "
+        "survivor knows. Adoption: from there until the last one has adopted the generation without it, "
+        "settling included. Seconds; the last row is medians.\n"
     )
     print("| run | join | generations | detection | adoption | kill to adoption | load before | load at kill |")
     print("|---" * 8 + "|")
