@@ -27,6 +27,8 @@ WATCHERS = 8
 # A door that does not answer is tried again so often, with so long for each try.
 KNOCK_EVERY_S = 1.0
 KNOCK_TIMEOUT_S = 1.0
+# One that was open and hangs up is about to be closed for good, most of the time.
+KNOCK_SOON_S = 0.1
 BACKLOG = 256
 VISITORS_MAX = 1024
 NAME_BYTES = 64
@@ -271,7 +273,8 @@ class Doors:
             self._dead(watched, "its process ended")
             return
         self._hang_up(watched)
-        watched.until_s = self._clock() + KNOCK_EVERY_S
+        is_closing = error == errno.ECONNRESET and watched.was_open
+        watched.until_s = self._clock() + (KNOCK_SOON_S if is_closing else KNOCK_EVERY_S)
         if watched.is_probe:
             self._let_go(watched)
 

@@ -20,7 +20,7 @@ from elastic_hieravg.errors import HierAvgError, LeaseLostError, StoreAwayError,
 from elastic_hieravg.membership.decisions import Decision, Policy, View, has_lost_member, num_restart_wanted
 from elastic_hieravg.membership.doors import Door, Doors, turn_of, watched_by
 from elastic_hieravg.membership.kv import Changes, KeyValue, Snapshot, Watch, Write
-from elastic_hieravg.membership.member import Member
+from elastic_hieravg.membership.member import JOB_TTL_S, Member
 from elastic_hieravg.membership.messages import (
     Adopted,
     Answer,
@@ -42,7 +42,7 @@ from elastic_hieravg.membership.records import Closing, NodeRecord, StoreOffer
 from elastic_hieravg.plan import Node
 
 LEASE_TTL_S = 3.0
-# A lease is kept alive so many times in its life.
+# A lease is kept alive so many times in its life, the node's and the job's by the shorter of the two.
 BEATS_PER_LEASE = 3
 # How long a store may take to answer for the first time.
 CONNECT_TIMEOUT_S = 30.0
@@ -298,12 +298,13 @@ class Membership:
         member = self._member
         nodes = member.mirror.nodes
         order = sorted(nodes)
-        doors: tuple[Door, ...] = ()
+        # While this node starts anew it keeps the connections it has: what it knows of a door, that it was
+        # open, is what makes a death of a refusal later.
         if member.is_registered:
             doors = tuple(_door(nodes[each]) for each in watched_by(member.node.node_id, order))
-        if doors != self._watched_doors:
-            self._watched_doors = doors
-            self._doors.watch(doors)
+            if doors != self._watched_doors:
+                self._watched_doors = doors
+                self._doors.watch(doors)
         rival = member.rival
         if rival is not None and rival.node.incarnation != self._probed:
             self._probed = rival.node.incarnation
@@ -355,12 +356,12 @@ class Membership:
 
     def _keep_leases(self) -> None:
         """Its own thread, so that nothing the others wait for costs the node its lease."""
-        beat_s = self._lease_ttl_s / BEATS_PER_LEASE
+        regular_s = beat_s = min(self._lease_ttl_s, JOB_TTL_S) / BEATS_PER_LEASE
         while not self._closed.wait(beat_s):
             for lease_id in sorted(self._kept_leases):
                 try:
                     self._kv.keep_alive(lease_id)
-                    beat_s = self._lease_ttl_s / BEATS_PER_LEASE
+                    beat_s = regular_s
                     if self._is_store_away:
                         self._post(self._store_answered)
                 except LeaseLostError:

@@ -6,7 +6,6 @@ node, so that no round can meet what an earlier one left behind.
 """
 
 import atexit
-import logging
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
+from torch.distributed.elastic.utils.logging import get_logger
 
 from elastic_hieravg.errors import HierAvgError, StoreError
 from elastic_hieravg.membership.decisions import Action
@@ -43,7 +43,8 @@ LOSS_MARGIN_S = 2.0
 POLL_S = 0.5
 CUT_EVERY_S = 0.1
 
-_log = logging.getLogger(__name__)
+# Beside the loggers of torch's own backends, so that its handlers and LOGLEVEL hold for this one too.
+_log = get_logger(f"torch.distributed.elastic.rendezvous.{BACKEND}")
 
 
 def create_handler(parameters: RendezvousParameters) -> "EtcdRendezvousHandler":

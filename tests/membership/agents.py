@@ -52,6 +52,17 @@ class AgentProcess:
             within_s=within_s,
         )
 
+    def hear_reason(self, wanted: str, *, within_s: float = HEARD_S) -> None:
+        """Ask until it decides for that reason."""
+        deadline_s = time.monotonic() + within_s
+        while True:
+            self.tell("status")
+            reason = self.hear(lambda said: said["told"] == "status")["reason"]
+            if wanted in reason:
+                return
+            assert time.monotonic() < deadline_s, reason
+            time.sleep(0.02)
+
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 

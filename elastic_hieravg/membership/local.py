@@ -1,0 +1,113 @@
+"""What an agent and its workers tell each other, over a socket of their own host. Values and their JSON.
+
+Invariant: what arrives is one of these values, or a `FrameError`.
+"""
+
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from elastic_hieravg.membership.frames import FrameError
+
+# Where a worker finds its agent: the socket's name, and a word that only this agent's workers know.
+SOCKET_VARIABLE = "HIERAVG_AGENT_SOCKET"
+TOKEN_VARIABLE = "HIERAVG_AGENT_TOKEN"  # noqa: S105 - the name of it
+
+# --- from a worker --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first word of a worker."""
+
+    token: str
+    local_rank: int
+    process_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Its model is there: it can be connected to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """It works in this generation now."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A group failed, known by its key's name."""
+
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far it is. `is_quiet`: it said that it makes no steps for a while."""
+
+    step: int
+    is_quiet: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """The last global round of a leaving node was made."""
+
+
+# --- from an agent --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """The newest generation, as JSON, the job's record too, and where the group store of it is."""
+
+    job: str
+    generation: str
+    address: str
+    port: int
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """This node is out while its workers live: they wait at the next boundary, and join again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The job is over."""
+
+    is_success: bool
+    reason: str
+
+
+FromWorker = Hello | Ready | Entered | Broken | Progress | Drained
+FromAgent = Follow | Fence | Stop
+
+_KINDS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for union in (FromWorker, FromAgent)
+    for kind in typing.get_args(union)
+    if isinstance(union, types.UnionType)
+}
+
+
+def to_message(value: FromWorker | FromAgent) -> dict[str, Any]:
+    return {"kind": type(value).__name__, **asdict(value)}
+
+
+def from_message(message: Mapping[str, Any]) -> FromWorker | FromAgent:
+    kind = _KINDS.get(str(message.get("kind")))
+    if kind is None:
+        raise FrameError(f"there is no message {message.get('kind')!r}")
+    wanted = {each.name: each.type for each in fields(kind)}
+    found = {name: value for name, value in message.items() if name != "kind"}
+    if wanted.keys() != found.keys() or any(type(found[name]) is not wanted[name] for name in wanted):
+        raise FrameError(f"a message {kind.__name__} has {found}")
+    value: FromWorker | FromAgent = kind(**found)
+    return value

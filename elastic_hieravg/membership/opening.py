@@ -1,0 +1,78 @@
+"""How the ranks of a new generation agree on the step from which on they work in it. Pure.
+
+Each rank writes an opening once its groups are built, at a step boundary of its own, and does not pass the step
+it names before it knows everybody's. So the largest step named lies before nobody, and all enter there
+together: grown generations and shrunk ones by the same rule. Invariant: everybody who reads the openings of a
+generation comes to the same entry.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic_hieravg.plan.document import Fields, canonical_json, parse_json
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a rank says before it enters a generation.
+
+    `step`: the first boundary at which it can enter; it waits there. `wants_round`: a round of its failed, or it
+    does not hold the model. `committed`: for each group, by its key's name, the last round whose result it took.
+    """
+
+    step: int
+    holds_model: bool
+    wants_round: bool = False
+    committed: Mapping[str, int] | None = None
+
+    def to_json(self) -> str:
+        flags = {"holds_model": int(self.holds_model), "wants_round": int(self.wants_round)}
+        committed = [f"{number} {name}" for name, number in (self.committed or {}).items()]
+        return canonical_json({"step": self.step, **flags, "committed": sorted(committed)})
+
+
+def read_opening(text: str) -> Opening:
+    """What `to_json` wrote; anything else is a `DocumentError`."""
+    fields = Fields(parse_json(text, where="an opening"), where="an opening")
+    committed = [str(value).partition(" ") for _, value in fields.items("committed")]
+    opening = Opening(
+        fields.number("step"),
+        holds_model=bool(fields.number("holds_model")),
+        wants_round=bool(fields.number("wants_round")),
+        committed={name: int(number) for number, _, name in committed},
+    )
+    fields.close()
+    return opening
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where everybody enters, and whether with a global round. `committed` is the newest anybody has."""
+
+    step: int
+    is_round_wanted: bool
+    committed: Mapping[str, int]
+
+    def was_committed(self, group: str, round_index: int) -> bool:
+        """Whether somebody took the result of a round: then whoever is in doubt about it takes it too."""
+        return self.committed.get(group, 0) >= round_index
+
+
+def entry_of(openings: Sequence[Opening]) -> Entry:
+    """What follows from everybody's opening.
+
+    A rank without the model follows the others' steps. If nobody has it the job starts.
+
+    >>> entry_of([Opening(7, holds_model=True), Opening(9, holds_model=True), Opening(0, holds_model=False)])
+    Entry(step=9, is_round_wanted=True, committed={})
+    """
+    steps = [opening.step for opening in openings if opening.holds_model]
+    committed: dict[str, int] = {}
+    for opening in openings:
+        for name, number in (opening.committed or {}).items():
+            committed[name] = max(number, committed.get(name, 0))
+    return Entry(
+        max(steps, default=0),
+        any(opening.wants_round or not opening.holds_model for opening in openings),
+        committed,
+    )
