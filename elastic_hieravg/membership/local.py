@@ -11,10 +11,6 @@ from typing import Any
 
 from elastic_hieravg.membership.frames import FrameError
 
-# Where a worker finds its agent: the socket's name, and a word that only this agent's workers know.
-SOCKET_VARIABLE = "HIERAVG_AGENT_SOCKET"
-TOKEN_VARIABLE = "HIERAVG_AGENT_TOKEN"  # noqa: S105 - the name of it
-
 # --- from a worker --------------------------------------------------------------------------------------------
 
 
