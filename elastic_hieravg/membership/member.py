@@ -82,6 +82,7 @@ class Member:
         self._leases: dict[Lease, int] = {}
         self._dead: set[str] = set()
         self._accusations: dict[str, tuple[float, str]] = {}
+        self._accused = ""
         self._refuted_revision = 0
         self._reports: set[str] = set()
         self._closing: Closing | None = None
@@ -107,6 +108,7 @@ class Member:
     def answer(self, now_s: float, answer: Answer) -> None:
         """What became of the request in flight."""
         request, self._in_flight = self._in_flight, None
+        accused, self._accused = self._accused, ""
         assert request is not None, "an answer follows a request"
         if isinstance(answer, Unknown):
             self._is_behind = True
@@ -121,6 +123,8 @@ class Member:
                 self._leases[request.purpose] = lease_id
             case Applied(revision):
                 self._unseen = (revision, now_s + UNSEEN_S)
+                # Said once; until it is known to be said, it is said again.
+                self._accusations.pop(accused, None)
             case Refreshed():
                 # Until everything is told once more, or asked for again if that takes too long.
                 self._unseen = (math.inf, now_s + UNSEEN_S)
@@ -416,7 +420,7 @@ class Member:
             if now_s < due_s:
                 self.wake_s = min(self.wake_s, due_s)
                 continue
-            del self._accusations[incarnation]
+            self._accused = incarnation
             suspicion = Suspicion(incarnation, self.node.node_id, why)
             key = self.mirror.keys.suspicion(node.node_id)
             put = Put(key, suspicion.to_json(), self._leases[Lease.NODE])

@@ -197,7 +197,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if rank == 0:
             self._serve(number)
         if not self._membership.wait(
-            lambda status: self._is_offered(status, number) or self._is_over(number), timeout_s=STORE_TIMEOUT_S
+            lambda status: self._is_offered(status, number) or self._is_over(number),
+            # Not before the lease of the one who should offer it has had the time to end.
+            timeout_s=max(STORE_TIMEOUT_S, self._loss_known_s),
         ):
             raise RendezvousTimeoutError(f"generation {number} was not offered a store in time")
         offer = self._membership.status.offer
@@ -245,9 +247,13 @@ class EtcdRendezvousHandler(RendezvousHandler):
         is_gone = status.ended is not None or status.error is not None or status.newest_number != number
         return is_gone or self._membership.has_lost_member()
 
+    @property
+    def _loss_known_s(self) -> float:
+        """A node that is lost is known to be so after this long, whatever took it."""
+        return self._settings.lease_ttl_s + LOSS_MARGIN_S
+
     def _await_end(self, number: int) -> bool:
-        timeout_s = self._settings.lease_ttl_s + LOSS_MARGIN_S
-        return self._membership.wait(lambda _: self._is_over(number), timeout_s=timeout_s)
+        return self._membership.wait(lambda _: self._is_over(number), timeout_s=self._loss_known_s)
 
     def _cut_rounds(self) -> None:
         """End the waits of a round that is over: a call to its store has no bound of its own."""

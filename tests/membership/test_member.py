@@ -1,0 +1,127 @@
+"""A member where the store's answers go wrong: what it wanted to say is said in the end."""
+
+from itertools import count
+
+import pytest
+
+from elastic_hieravg.membership.decisions import Policy
+from elastic_hieravg.membership.kv import Entry, Snapshot, Write
+from elastic_hieravg.membership.member import Member
+from elastic_hieravg.membership.messages import (
+    Answer,
+    Applied,
+    Candidate,
+    Grant,
+    Granted,
+    LeaseOver,
+    Refresh,
+    Refreshed,
+    Refused,
+    Request,
+    Unknown,
+)
+from elastic_hieravg.membership.records import Job, NodeRecord, NodeState, read_suspicion
+from elastic_hieravg.plan import Hierarchy, Node
+
+RUN = "/hieravg/run/"
+SUSPICION = f"{RUN}suspicions/b"
+
+
+class Store:
+    """Just enough of a store: what a member writes is there, unless an answer says otherwise."""
+
+    def __init__(self) -> None:
+        names = map(str, count())
+        job = Job(1, 4, Hierarchy.parse("global=8"))
+        self.member = Member(
+            Candidate("a", 1, {}, "h1", 1),
+            run_id="run",
+            policy=Policy(job),
+            lease_ttl_s=3.0,
+            new_incarnation=lambda: f"a{next(names)}",
+        )
+        peer = NodeRecord(Node("b", 1, {}, "b0"), NodeState.READY, "h2", 2)
+        self.entries = {
+            f"{RUN}job": Entry(job.to_json(), 1, 7),
+            f"{RUN}nodes/b": Entry(peer.to_json(), 1, 8),
+        }
+        self.revision = 1
+        self.now_s = 0.0
+
+    def tell(self) -> None:
+        self.member.see(self.now_s, Snapshot(dict(self.entries), self.revision))
+
+    def take(self, request: Request) -> Answer:
+        if isinstance(request, Grant):
+            return Granted(9)
+        if isinstance(request, Refresh):
+            return Refreshed()
+        self.revision += 1
+        for put in request.puts:
+            self.entries[put.key] = Entry(put.value, self.revision, put.lease_id)
+        for key in request.deletes:
+            self.entries.pop(key, None)
+        return Applied(self.revision)
+
+    def step(self) -> Request | None:
+        """One request and its answer, if the member has anything to ask."""
+        self.now_s += 0.5
+        self.tell()
+        request = self.member.next(self.now_s)
+        if request is not None:
+            self.member.answer(self.now_s, self.take(request))
+        return request
+
+
+def accusation_of(store: Store) -> Write:
+    """The next accusation that the member wants to write, not answered yet."""
+    for _ in range(20):
+        store.now_s += 0.5
+        store.tell()
+        request = store.member.next(store.now_s)
+        if isinstance(request, Write) and SUSPICION in [put.key for put in request.puts]:
+            return request
+        if request is not None:
+            store.member.answer(store.now_s, store.take(request))
+    raise AssertionError("it accuses nobody")
+
+
+@pytest.fixture
+def store() -> Store:
+    opened = Store()
+    opened.tell()
+    opened.member.ready()
+    for _ in range(5):
+        opened.step()
+    assert opened.member.is_registered
+    opened.member.suspect(opened.now_s, "b0", why="its process ended", turn=0)
+    return opened
+
+
+@pytest.mark.parametrize(
+    "answer", [Unknown(), Refused(), LeaseOver()], ids=lambda answer: type(answer).__name__
+)
+def test_an_accusation_that_did_not_arrive_is_made_again(store: Store, answer: Answer) -> None:
+    accusation_of(store)
+    store.member.answer(store.now_s, answer)
+    again = accusation_of(store)
+    (put,) = again.puts
+    assert read_suspicion(put.value).incarnation == "b0"
+
+
+def test_an_accusation_that_was_refuted_is_not_made_again(store: Store) -> None:
+    store.member.answer(store.now_s, store.take(accusation_of(store)))
+    store.tell()
+    # The accused takes it away, and goes on.
+    del store.entries[SUSPICION]
+    store.revision += 1
+    with pytest.raises(AssertionError, match="accuses nobody"):
+        accusation_of(store)
+
+
+def test_an_accusation_somebody_else_made_is_left_to_them(store: Store) -> None:
+    mine = accusation_of(store)
+    store.take(mine)
+    store.member.answer(store.now_s, Refused())
+    with pytest.raises(AssertionError, match="accuses nobody"):
+        accusation_of(store)
