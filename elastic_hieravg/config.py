@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_hieravg.errors import DocumentError, InputError, Problem, TopologyError, UsageError, raise_if_any
@@ -25,6 +26,9 @@ LABELS_FILE_BYTES_MAX = 1024 * 1024
 # What Kubernetes calls the labels that everybody has.
 KUBERNETES_LABELS = {"topology.kubernetes.io/zone": "zone", "topology.kubernetes.io/region": "region"}
 HOST_LABEL = "host"
+# Where a worker finds its agent: the name of a socket, and a word that only this agent's workers know.
+AGENT_SOCKET_VARIABLE = "HIERAVG_AGENT_SOCKET"
+AGENT_TOKEN_VARIABLE = "HIERAVG_AGENT_TOKEN"  # noqa: S105 - the name of it
 SECRET_BYTES_MAX = 64 * 1024
 
 _SLOTS = re.compile(r"-?[0-9]{1,9}")
@@ -206,6 +210,36 @@ def read_params(text: str) -> int:
             )
         )
     return number
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """Where a worker process is in its job: how it reaches its agent, None if it has none."""
+
+    local_rank: int = 0
+    socket: str | None = None
+    token: str = ""
+
+
+def read_worker_place(environment: Mapping[str, str] | None = None) -> WorkerPlace:
+    """What the agent left in a worker's environment."""
+    variables = os.environ if environment is None else environment
+    socket = variables.get(AGENT_SOCKET_VARIABLE)
+    if socket is not None:
+        return WorkerPlace(int(variables["LOCAL_RANK"]), socket, variables[AGENT_TOKEN_VARIABLE])
+    if "TORCHELASTIC_RUN_ID" in variables:
+        raise UsageError(
+            Problem(
+                f"this worker was started by torchrun (run {variables['TORCHELASTIC_RUN_ID']})",
+                "start the job with `hieravg run` instead, which takes torchrun's flags",
+            )
+        )
+    return WorkerPlace()
+
+
+def export(variables: Mapping[str, str]) -> None:
+    """Set variables of this process's environment, for the processes it starts."""
+    os.environ.update(variables)
 
 
 @contextmanager

@@ -15,6 +15,7 @@
         ├── ParametersError   the tensors of this rank cannot be averaged
         │   └── DifferentTensorsError   ranks bring different tensors; all of them are told
         └── PeerLostError     a rank died, cut the group or did not come; the group is over
+            └── InDoubtError  the result is whole here; others may have taken it before the loss
 
 An error carries everything found wrong, not only the first thing, each with its hint.
 """
@@ -109,6 +110,10 @@ class DifferentTensorsError(ParametersError):
 
 class PeerLostError(AveragingError):
     """A rank died, cut the group, or did not come in time; the group is over."""
+
+
+class InDoubtError(PeerLostError):
+    """A rank was lost after this one had the whole result: others may have heard everybody's verdict."""
 
 
 def raise_if_any(error: type[HierAvgError], problems: Sequence[Problem]) -> None:

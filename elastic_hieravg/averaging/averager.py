@@ -16,9 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from elastic_hieravg.averaging.flat import FlatModel, tensors_of
 from elastic_hieravg.averaging.gradients import GradientHook, average_gradients
 from elastic_hieravg.averaging.groups import Group
+from elastic_hieravg.averaging.header import Agreement
 from elastic_hieravg.averaging.mesh import Peer
 from elastic_hieravg.averaging.rounds import TIMEOUT_S, AveragingGroup, Contribution
-from elastic_hieravg.errors import ParametersError, Problem
+from elastic_hieravg.errors import InDoubtError, ParametersError, Problem
 from elastic_hieravg.events import Observe, Outcome, RoundDone, ignore
 from elastic_hieravg.plan import GroupKey, Member, Plan, PlannedLevel, first_keys
 
@@ -58,6 +59,8 @@ class HierarchicalAverager:
         self._new_samples = 0.0
         self._next_due: dict[str, int] = {}
         self._hook: GradientHook | None = None
+        self._in_doubt: tuple[GroupKey, PlannedLevel] | None = None
+        self.agreed: Agreement | None = None
         self.adopt(plan, rank=rank, keys=first_keys(plan) if keys is None else keys)
         if equalize:
             self._equalize()
@@ -78,33 +81,174 @@ class HierarchicalAverager:
             raise ParametersError(
                 Problem(f"a step was made over {num_samples} samples", "give a number of samples, 0 or more")
             )
-        self._step += 1
-        self._new_samples += num_samples
-        if self._step < self._next_step:
-            return None
-        return self._run(self._due_level())
+        self.count(num_samples)
+        return self.run(self.due_level()) if self.is_due else None
 
     def average(self) -> RoundDone | None:
         """Run a global round now, whatever is due. Collective over all ranks."""
-        return self._run(self.plan.levels[-1]) if self.plan.levels else None
+        return self.run(self.plan.levels[-1]) if self.plan.levels else None
+
+    # --- one thing at a time, for whoever deals with lost ranks -------------------------------------------------
+
+    def count(self, num_samples: float) -> None:
+        """Count a step, and run nothing."""
+        self._step += 1
+        self._new_samples += num_samples
+
+    @property
+    def is_due(self) -> bool:
+        return self._step >= self._next_step
+
+    def due_level(self) -> PlannedLevel:
+        """The widest level that is due; only if one is."""
+        if self.plan.is_warmup(self._step):
+            return self.plan.levels[-1]
+        return next(level for level in reversed(self.plan.levels) if self._next_due[level.name] <= self._step)
+
+    def run(
+        self, level: PlannedLevel, *, holds_model: bool = True, is_ending: bool = False
+    ) -> RoundDone | None:
+        """Run a round of a level now. Collective over this rank's group of the level.
+
+        Who does not hold the model brings nothing, and leaves with the model and the others' step. After an
+        `InDoubtError`, `settle` says whether the result counts.
+        """
+        self._count_samples()
+        at = self.plan.levels.index(level)
+        key = self._level_keys.get(level.name)
+        if key is None:
+            # Alone in its group: the average is there already.
+            outer = tuple(self._samples[each.name] for each in self.plan.levels[at + 1 :])
+            self.agreed = Agreement((1.0,), self._step, outer, is_ending=is_ending)
+            self._done(level, self.agreed)
+            return None
+        widening = self.plan.levels[at:]
+        contribution = Contribution(
+            step=self._step,
+            samples=tuple(self._samples[each.name] if holds_model else 0.0 for each in widening),
+            holds_model=holds_model,
+            generation=self.plan.generation,
+            is_ending=is_ending,
+        )
+        try:
+            done, self.agreed = self._groups[key].run(contribution)
+        except InDoubtError:
+            self._in_doubt = key, level
+            raise
+        if not holds_model:
+            self._step, self._new_samples = self.agreed.step, 0.0
+        if done.outcome is Outcome.COMMITTED:
+            self._done(level, self.agreed)
+        else:
+            self.skip(level, after_step=max(self._step, self.agreed.step))
+        self._observe(done)
+        return done
+
+    def skip(self, level: PlannedLevel, *, after_step: int) -> None:
+        """Do without a round of a level, until it is due again."""
+        at = self.plan.levels.index(level)
+        self._schedule(self.plan.levels[: at + 1], after_step=after_step)
+
+    def build(
+        self,
+        plan: Plan,
+        *,
+        rank: int,
+        level: PlannedLevel,
+        key: GroupKey,
+        store: Store,
+        addresses: Mapping[str, str],
+    ) -> AveragingGroup:
+        """Build this rank's group of a level. Collective over the group; any thread may call it."""
+        ranks = self._holders(plan, rank, level)
+        prefix = f"hieravg/{key.name}"
+        if self._flat.is_sharded:
+            prefix += f"/shard-{plan.seat(rank).local_rank}"
+        return AveragingGroup(
+            self._flat,
+            PrefixStore(prefix, store),
+            level=level.name,
+            index=ranks.index(rank),
+            peers=_peers(plan, ranks, addresses),
+            timeout_s=self._timeout_s,
+        )
+
+    def rounds_committed(self) -> dict[str, int]:
+        """For each of this rank's groups, by the name of its key, the last round whose result it took."""
+        return {key.name: group.committed_index for key, group in self._groups.items()}
+
+    @property
+    def in_doubt(self) -> tuple[str, int] | None:
+        """The group and the round whose result is kept until `settle`."""
+        if self._in_doubt is None:
+            return None
+        key, _ = self._in_doubt
+        return key.name, self._groups[key].round_index
+
+    def settle(self, *, is_committed: bool) -> None:
+        """Somebody took the result that is in doubt, or nobody did. Before the next `switch`."""
+        assert self._in_doubt is not None, "nothing is in doubt"
+        (key, level), self._in_doubt = self._in_doubt, None
+        if is_committed:
+            self.agreed = self._groups[key].take_result()
+            self._done(level, self.agreed)
+
+    def cut(self, keys: Collection[GroupKey]) -> None:
+        """End the rounds of these groups, here and at their ranks. Any thread may call it."""
+        for key in keys:
+            group = self._groups.get(key)
+            if group is not None:
+                group.cut()
+
+    def key_of(self, level: PlannedLevel) -> GroupKey | None:
+        """This rank's group of a level; None if it is alone there."""
+        return self._level_keys.get(level.name)
+
+    def is_over(self, level: PlannedLevel) -> bool:
+        """Whether this rank's group of a level has failed."""
+        key = self.key_of(level)
+        return key is not None and self._groups[key].is_over
+
+    @property
+    def keys(self) -> tuple[GroupKey, ...]:
+        """The groups of this rank."""
+        return tuple(self._groups)
 
     def adopt(self, plan: Plan, *, rank: int, keys: Collection[GroupKey]) -> None:
         """Follow another plan from the next step on. Groups whose key is among `keys` as before are kept.
 
         If a new group cannot be built, the error leaves the plan and the groups of before in place.
         """
-        _check_slots(self._flat, plan)
-        wanted = self._own_keys(plan, rank, keys)
-        self._groups |= self._build_missing(plan, rank, wanted)
+        wanted = self.own_keys(plan, rank=rank, keys=keys)
+        self.switch(plan, rank=rank, wanted=wanted, built=self._build_missing(plan, rank, wanted))
+
+    def switch(
+        self,
+        plan: Plan,
+        *,
+        rank: int,
+        wanted: Mapping[str, GroupKey],
+        built: Mapping[GroupKey, AveragingGroup],
+        after_step: int | None = None,
+    ) -> None:
+        """Follow another plan whose groups are there: those `built` for it, and those it keeps.
+
+        `wanted` is what `own_keys` says. Groups it does not name are closed: this fences stale peers. What
+        is due after `after_step`, the present one if not given, is run.
+        """
+        self._groups |= built
         for gone in [key for key in self._groups if key not in wanted.values()]:
             self._groups.pop(gone).close()
+        self._count_samples()
         self.plan, self.rank = plan, rank
-        self._level_keys = wanted
+        self._level_keys = dict(wanted)
         if self._hook is not None:
             self._hook.replace(*self._gradient_groups())
-        self._samples = {level.name: self._samples.get(level.name, 0.0) for level in plan.levels}
+        # A level that was not there before has not averaged since the widest one did.
+        widest = list(self._samples.values())[-1] if self._samples else 0.0
+        self._samples = {level.name: self._samples.get(level.name, widest) for level in plan.levels}
         self._next_due = {}
-        self._schedule(plan.levels, after_step=self._step)
+        self._schedule(plan.levels, after_step=self._step if after_step is None else after_step)
 
     def attach(self, optimizer: Optimizer, *, num_samples: float | Callable[[], float] = 1) -> RemovableHandle:
         """Count every step the optimizer really makes. A step that AMP skipped is not counted."""
@@ -162,40 +306,18 @@ class HierarchicalAverager:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, level: PlannedLevel) -> RoundDone | None:
-        self._count_samples()
+    def _done(self, level: PlannedLevel, agreement: Agreement) -> None:
+        """The level's round was committed: what it stands for is counted from here on."""
         at = self.plan.levels.index(level)
         inner, outer = self.plan.levels[: at + 1], self.plan.levels[at + 1 :]
-        key = self._level_keys.get(level.name)
-        if key is None:
-            # Alone in its group: the average is there already.
-            self._samples |= {done.name: 0.0 for done in inner}
-            self._schedule(inner, after_step=self._step)
-            return None
-        samples = tuple(self._samples[each.name] for each in (level, *outer))
-        group = self._groups[key]
-        done, agreement = group.run(
-            Contribution(step=self._step, samples=samples, generation=self.plan.generation)
-        )
-        if done.outcome is Outcome.COMMITTED:
-            self._samples |= {each.name: 0.0 for each in inner}
-            self._samples |= dict(zip((each.name for each in outer), agreement.mean_samples, strict=True))
+        self._samples |= {each.name: 0.0 for each in inner}
+        self._samples |= dict(zip((each.name for each in outer), agreement.mean_samples, strict=True))
         self._schedule(inner, after_step=max(self._step, agreement.step))
-        self._observe(done)
-        return done
 
     def _equalize(self) -> None:
         """One global round in which nobody holds the model yet: everybody gets the lowest rank's."""
-        key = self._level_keys.get(self.plan.levels[-1].name) if self.plan.levels else None
-        if key is not None:
-            nothing = Contribution(step=self._step, samples=(0.0,), holds_model=False)
-            done, _ = self._groups[key].run(nothing)
-            self._observe(done)
-
-    def _due_level(self) -> PlannedLevel:
-        if self.plan.is_warmup(self._step):
-            return self.plan.levels[-1]
-        return next(level for level in reversed(self.plan.levels) if self._next_due[level.name] <= self._step)
+        if self.plan.levels:
+            self.run(self.plan.levels[-1], holds_model=False)
 
     def _schedule(self, levels: Iterable[PlannedLevel], *, after_step: int) -> None:
         for level in levels:
@@ -210,8 +332,9 @@ class HierarchicalAverager:
             self._samples = {name: samples + self._new_samples for name, samples in self._samples.items()}
             self._new_samples = 0.0
 
-    def _own_keys(self, plan: Plan, rank: int, keys: Collection[GroupKey]) -> dict[str, GroupKey]:
+    def own_keys(self, plan: Plan, *, rank: int, keys: Collection[GroupKey]) -> dict[str, GroupKey]:
         """For each level the key of this rank's group, where it has company."""
+        _check_slots(self._flat, plan)
         key_of = {key.members: key for key in keys}
         nodes = {node.node_id: node for node in plan.topology.nodes}
         found = {}
@@ -240,26 +363,14 @@ class HierarchicalAverager:
             for level in plan.levels:
                 key = wanted.get(level.name)
                 if key is not None and key not in self._groups and key not in built:
-                    built[key] = self._build(plan, rank, level, key)
+                    built[key] = self.build(
+                        plan, rank=rank, level=level, key=key, store=self._store, addresses=self._addresses
+                    )
         except BaseException:
             for group in built.values():
                 group.close()
             raise
         return built
-
-    def _build(self, plan: Plan, rank: int, level: PlannedLevel, key: GroupKey) -> AveragingGroup:
-        ranks = self._holders(plan, rank, level)
-        prefix = f"hieravg/{key.name}"
-        if self._flat.is_sharded:
-            prefix += f"/shard-{plan.seat(rank).local_rank}"
-        return AveragingGroup(
-            self._flat,
-            PrefixStore(prefix, self._store),
-            level=level.name,
-            index=ranks.index(rank),
-            peers=self._peers(plan, ranks),
-            timeout_s=self._timeout_s,
-        )
 
     def _gradient_groups(self) -> tuple[Group | None, Group | None]:
         """The groups of the world and of the innermost level, as far as there is company."""
@@ -277,19 +388,20 @@ class HierarchicalAverager:
         prefix = f"hieravg/{self._level_keys[level.name].name}/gradients"
         store = PrefixStore(prefix, self._store)
         index = ranks.index(self.rank)
-        peers = self._peers(self.plan, ranks)
+        peers = _peers(self.plan, ranks, self._addresses)
         return Group(store, index=index, peers=peers, timeout_s=self._timeout_s)
 
-    def _peers(self, plan: Plan, ranks: Sequence[int]) -> tuple[Peer, ...]:
-        seats = [plan.seat(rank) for rank in ranks]
-        return tuple(
-            Peer(
-                f"rank {seat.rank} ({seat.node_id}/{seat.local_rank})",
-                seat.node_id,
-                self._addresses.get(seat.node_id, LOOPBACK),
-            )
-            for seat in seats
+
+def _peers(plan: Plan, ranks: Sequence[int], addresses: Mapping[str, str]) -> tuple[Peer, ...]:
+    seats = [plan.seat(rank) for rank in ranks]
+    return tuple(
+        Peer(
+            f"rank {seat.rank} ({seat.node_id}/{seat.local_rank})",
+            seat.node_id,
+            addresses.get(seat.node_id, LOOPBACK),
         )
+        for seat in seats
+    )
 
 
 def _check_slots(flat: FlatModel, plan: Plan) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from elastic_hieravg.plan.hierarchy import LEVELS_MAX
 
 _HEADER = struct.Struct(f"<16sqqqBB{LEVELS_MAX}d")
+_HOLDS_MODEL, _IS_ENDING = 1, 2
 _VERDICT = struct.Struct("<B2d")
 
 
@@ -18,7 +19,7 @@ class Header:
     """What a rank brings to a round.
 
     `samples`: how many samples its model stands for at this level, then at each wider one. The first is
-    its weight.
+    its weight. `is_ending`: its training loop has ended.
     """
 
     signature: bytes
@@ -27,17 +28,19 @@ class Header:
     generation: int
     holds_model: bool
     samples: tuple[float, ...]
+    is_ending: bool = False
 
     def encode(self) -> bytes:
         assert len(self.samples) <= LEVELS_MAX
         padded = (*self.samples, *(0.0,) * (LEVELS_MAX - len(self.samples)))
-        flags = (int(self.holds_model), len(self.samples))
+        flags = (self.holds_model * _HOLDS_MODEL | self.is_ending * _IS_ENDING, len(self.samples))
         return _HEADER.pack(self.signature, self.round_index, self.step, self.generation, *flags, *padded)
 
     @classmethod
     def decode(cls, record: bytes) -> "Header":
-        signature, round_index, step, generation, holds_model, count, *samples = _HEADER.unpack_from(record)
-        return cls(signature, round_index, step, generation, bool(holds_model), tuple(samples[:count]))
+        signature, round_index, step, generation, flags, count, *samples = _HEADER.unpack_from(record)
+        holds_model, is_ending = bool(flags & _HOLDS_MODEL), bool(flags & _IS_ENDING)
+        return cls(signature, round_index, step, generation, holds_model, tuple(samples[:count]), is_ending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +62,15 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """`shares` add up to 1, or are all 0 if nobody can contribute. `mean_samples` is per wider level."""
+    """`shares` add up to 1, or are all 0 if nobody can contribute. `mean_samples` is per wider level.
+
+    `is_ending`: somebody's training loop has ended.
+    """
 
     shares: tuple[float, ...]
     step: int
     mean_samples: tuple[float, ...]
+    is_ending: bool = False
 
 
 def agree(headers: Sequence[Header], *, nonfinite: Collection[int] = ()) -> Agreement:
@@ -82,4 +89,5 @@ def agree(headers: Sequence[Header], *, nonfinite: Collection[int] = ()) -> Agre
             sum(column) / len(headers)
             for column in zip(*(header.samples[1:] for header in headers), strict=True)
         ),
+        is_ending=any(header.is_ending for header in headers),
     )

@@ -18,7 +18,7 @@ from elastic_hieravg.averaging.header import Agreement, Header, Verdict, agree
 from elastic_hieravg.averaging.kernels import Divergence
 from elastic_hieravg.averaging.mesh import Mesh, Peer, lost, read_key
 from elastic_hieravg.averaging.reducers import Reducer, build_reducer
-from elastic_hieravg.errors import DifferentTensorsError, PeerLostError, Problem
+from elastic_hieravg.errors import DifferentTensorsError, InDoubtError, PeerLostError, Problem
 from elastic_hieravg.events import Outcome, RoundDone
 
 TIMEOUT_S = 30.0
@@ -33,6 +33,7 @@ class Contribution:
     samples: tuple[float, ...]
     holds_model: bool = True
     generation: int = 0
+    is_ending: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,10 @@ class AveragingGroup:
         self._timeout_s = timeout_s
         self._round_index = 0
         self._is_over = False
+        # The last round whose result this rank took.
+        self.committed_index = 0
+        # What the others may have taken without this rank's knowing; set while that is so.
+        self._in_doubt: Agreement | None = None
         self._mesh = Mesh(store, index=index, peers=peers, timeout_s=timeout_s)
         try:
             self._reducer: Reducer = build_reducer(
@@ -80,7 +85,7 @@ class AveragingGroup:
         """Average once. `selected`: the slots that take the result, all of them if not given.
 
         `PeerLostError` if a rank is lost, `ParametersError` if the tensors cannot be averaged; no parameter
-        changed then.
+        changed then. After an `InDoubtError` the result is kept for `take_result`.
         """
         if self._is_over:
             raise lost("this group", "it failed or was cut before")
@@ -95,11 +100,17 @@ class AveragingGroup:
         except DifferentTensorsError:
             # Everybody sees it and nobody is in the middle of anything: the group can go on.
             raise
+        except PeerLostError as exc:
+            self.cut()
+            if self._in_doubt is None:
+                raise
+            raise InDoubtError(*exc.problems) from exc
         except BaseException:
             self.cut()
             raise
         if payload.has_result:
             self._flat.take(self._reducer.results, selected=selected)
+            self.committed_index = self._round_index
         done = RoundDone(
             level=self.level,
             step=contribution.step,
@@ -113,6 +124,23 @@ class AveragingGroup:
             repaired=repaired,
         )
         return done, payload.agreement
+
+    @property
+    def round_index(self) -> int:
+        """The rounds begun here so far; the same on every rank of the group."""
+        return self._round_index
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over
+
+    def take_result(self) -> Agreement:
+        """Take the result that was in doubt: somebody else has. Before `close`, and only then."""
+        agreement, self._in_doubt = self._in_doubt, None
+        assert agreement is not None, "nothing is in doubt"
+        self._flat.take(self._reducer.results)
+        self.committed_index = self._round_index
+        return agreement
 
     def gather(self, record: bytes) -> list[bytes]:
         """Everybody's record, outside of a round."""
@@ -137,6 +165,7 @@ class AveragingGroup:
             generation=contribution.generation,
             holds_model=contribution.holds_model,
             samples=contribution.samples,
+            is_ending=contribution.is_ending,
         )
         headers = [Header.decode(record) for record in self.gather(header.encode())]
         assert all(other.round_index == self._round_index for other in headers)
@@ -172,6 +201,7 @@ class AveragingGroup:
             # Somebody of this node may have heard everybody's verdict before the loss, and taken the result.
             if not self._reducer.decide(self._round_index, commit=False):
                 raise
+            self._in_doubt = None
             self.cut()
             return _Payload(agree(headers), has_result=True, verdicts=(), num_nonfinite=0)
         raise lost("a rank of this node", "it gave the round up")
@@ -199,7 +229,11 @@ class AveragingGroup:
     def _exchange_verdicts(self, agreement: Agreement, *, is_finite: bool) -> tuple[Verdict, ...]:
         found = self._reducer.divergence(agreement.shares) if is_finite else Divergence()
         verdict = Verdict(is_finite, found.difference_squares, found.result_squares)
-        return tuple(Verdict.decode(record) for record in self.gather(verdict.encode()))
+        # Once this rank's verdict is out, others may have everybody's and take the result.
+        self._in_doubt = agreement if is_finite else None
+        records = self.gather(verdict.encode())
+        self._in_doubt = None
+        return tuple(Verdict.decode(record) for record in records)
 
     def _can_share(self) -> bool:
         """Whether every rank of the group has its tensors in memory that its node can see."""

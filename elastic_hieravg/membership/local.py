@@ -51,8 +51,8 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Drained:
-    """The last global round of a leaving node was made."""
+class Bye:
+    """It is done: that its connection ends is no death."""
 
 
 # --- from an agent --------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ class Stop:
     reason: str
 
 
-FromWorker = Hello | Ready | Entered | Broken | Progress | Drained
+FromWorker = Hello | Ready | Entered | Broken | Progress | Bye
 FromAgent = Follow | Fence | Stop
 
 _KINDS: dict[str, type[Any]] = {

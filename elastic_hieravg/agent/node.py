@@ -1,0 +1,195 @@
+"""A node between its membership and its workers, while these keep running: in-place membership.
+
+The membership says which generation there is; the workers are told, and what they say goes back. A worker that
+dies takes the node out; its agent starts all of them anew, and the node joins again. Invariant: the node counts
+only while every one of its workers is connected and ready.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from elastic_hieravg.agent.channel import WorkerChannel
+from elastic_hieravg.membership.embedded import EmbeddedServer
+from elastic_hieravg.membership.kv import KeyValue
+from elastic_hieravg.membership.local import (
+    Broken,
+    Bye,
+    Entered,
+    Fence,
+    Follow,
+    FromWorker,
+    Hello,
+    Progress,
+    Ready,
+    Stop,
+)
+from elastic_hieravg.membership.messages import Adopted, Candidate, Ended, Failed, Fenced, Notice, Warned
+from elastic_hieravg.membership.records import Closing, StoreOffer
+from elastic_hieravg.membership.service import Membership, Status, StoreAway, StoreBack
+from elastic_hieravg.membership.decisions import Policy
+
+POLL_S = 1.0
+CLOSE_TIMEOUT_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class InPlaceNode:
+    """`variables` is what the workers need in their environment."""
+
+    def __init__(
+        self,
+        kv: KeyValue,
+        candidate: Candidate,
+        *,
+        run_id: str,
+        policy: Policy,
+        lease_ttl_s: float,
+    ) -> None:
+        self._policy = policy
+        self._address = candidate.address
+        self._slots = candidate.slots
+        self._lock = threading.RLock()
+        self._ready: set[int] = set()
+        self._entered: dict[int, int] = {}
+        self._done: set[int] = set()
+        self._pids: dict[int, int] = {}
+        self._steps: dict[int, Progress] = {}
+        self._told = 0
+        self._closed = threading.Event()
+        self._groups = EmbeddedServer(candidate.address, 0, run_id="groups")
+        self._channel = WorkerChannel(on_message=self._heard, on_gone=self._gone)
+        self.variables = self._channel.variables
+        self._membership = Membership(
+            kv, candidate, run_id=run_id, policy=policy, lease_ttl_s=lease_ttl_s, observe=self._observe
+        )
+        self._relay = threading.Thread(target=self._follow, name="hieravg-relay", daemon=True)
+        self._relay.start()
+
+    # --- for the agent ----------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> Status:
+        return self._membership.status
+
+    def workers_start(self, *, is_first: bool) -> None:
+        """All workers of the node are about to start, for the first time or anew."""
+        with self._lock:
+            self._ready.clear()
+            self._entered.clear()
+            self._done.clear()
+            self._pids.clear()
+            if not is_first:
+                self._renew()
+
+    def finish(self, *, is_success: bool, reason: str) -> bool:
+        """The job is over for everybody."""
+        return self._membership.end_job(Closing(is_success, reason), timeout_s=CLOSE_TIMEOUT_S)
+
+    def leave(self, *, timeout_s: float) -> bool:
+        return self._membership.leave(timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._relay.join()
+        self._membership.close()
+        self._channel.close()
+        self._groups.close()
+
+    # --- from the workers -------------------------------------------------------------------------------------
+
+    def _heard(self, local_rank: int, process_id: int, message: FromWorker) -> None:
+        with self._lock:
+            match message:
+                case Hello():
+                    self._pids[local_rank] = process_id
+                case Ready():
+                    self._ready.add(local_rank)
+                    if len(self._ready) == self._slots:
+                        self._membership.ready()
+                case Entered(number):
+                    self._entered[local_rank] = number
+                    if len(self._entered) == self._slots:
+                        self._membership.enter(min(self._entered.values()))
+                case Broken(group):
+                    self._membership.report_broken(group)
+                case Progress():
+                    self._steps[local_rank] = message
+                case Bye():
+                    self._done.add(local_rank)
+
+    def _gone(self, local_rank: int, process_id: int) -> None:
+        """A worker's connection ended. Known at once here; its exit code comes later."""
+        with self._lock:
+            if self._pids.get(local_rank) != process_id or local_rank in self._done:
+                return
+            _log.warning("worker %s (process %s) is gone", local_rank, process_id)
+            self._pids.pop(local_rank)
+            if self._ready:
+                self._ready.clear()
+                self._entered.clear()
+                self._renew()
+
+    def _renew(self) -> None:
+        """The node is out until its workers are ready again."""
+        self._told = 0
+        self._membership.renew(is_ready=False)
+
+    # --- from the membership ----------------------------------------------------------------------------------
+
+    def _observe(self, notice: Notice | StoreAway | StoreBack) -> None:
+        match notice:
+            case Adopted(generation):
+                _log.info("generation %s, %s: %s", generation.number, generation.kind, generation.reason)
+                if generation.members[0].node_id == self._membership.status.node.node_id:
+                    offer = StoreOffer(generation.number, self._address, self._groups.port)
+                    self._membership.offer_store(offer)
+            case Fenced():
+                _log.warning("this node was taken out of the job while it lives; it joins again")
+                with self._lock:
+                    self._told = 0
+                    self._entered.clear()
+                self._channel.tell(Fence())
+            case Ended(closing):
+                self._channel.tell(Stop(closing.is_success, closing.reason))
+            case Failed(error):
+                self._channel.tell(Stop(False, str(error)))
+            case StoreAway(why):
+                _log.warning("the store is away, training goes on: %s", why)
+            case StoreBack():
+                _log.warning("the store is back")
+            case Warned(text):
+                _log.warning("%s", text)
+
+    def _follow(self) -> None:
+        """Tell the workers of a generation as soon as its group store is known."""
+        while not self._closed.is_set():
+            if self._membership.wait(partial(self._is_new), timeout_s=POLL_S):
+                self._tell(self._membership.status)
+
+    def _is_new(self, status: Status) -> bool:
+        adopted, offer = status.adopted, status.offer
+        return (
+            adopted is not None
+            and offer is not None
+            and offer.generation == adopted.generation.number > self._told
+            and adopted.generation.lists(status.node)
+        )
+
+    def _tell(self, status: Status) -> None:
+        adopted, offer = status.adopted, status.offer
+        assert adopted is not None
+        assert offer is not None
+        with self._lock:
+            self._told = adopted.generation.number
+            self._channel.tell(
+                Follow(
+                    self._policy.job.to_json(),
+                    adopted.generation.to_json(),
+                    offer.address,
+                    offer.port,
+                    status.node.node_id,
+                )
+            )

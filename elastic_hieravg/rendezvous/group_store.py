@@ -1,0 +1,100 @@
+"""The store through which the ranks of a generation find each other, as a torch store over our own.
+
+It is served by a member's agent. torch's own TCPStore is not used: its client looks the server's name up
+backwards, which takes seconds where nobody answers, and a call to a frozen server never ends.
+Invariant: every call ends at its deadline, or as soon as `is_over` says that nobody needs it any more.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from torch.distributed import Store
+
+from elastic_hieravg.errors import StoreError
+from elastic_hieravg.membership.kv import ABSENT, KeyValue, Put, Write
+
+TIMEOUT_S = 30.0
+# Keys are needed while groups are built, and are gone some time after.
+KEYS_TTL_S = 120.0
+# How often a key is looked for that is not there yet: soon at first, then less often.
+POLL_S = 0.002
+POLL_MAX_S = 0.02
+
+
+class GroupStore(Store):
+    """`kv` reaches the agent that serves; `prefix` is one generation's own."""
+
+    def __init__(self, kv: KeyValue, prefix: str, *, is_over: Callable[[], bool] = lambda: False) -> None:
+        super().__init__()
+        self._kv = kv
+        self._prefix = prefix
+        self._is_over = is_over
+        self._lease_id = kv.grant(KEYS_TTL_S)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        text = value if isinstance(value, str) else bytes(value).hex()
+        # The first letter tells text from bytes: torch hands over either.
+        self._put(key, f"{'t' if isinstance(value, str) else 'x'}{text}")
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self.await_all(list(keys), timeout_s=TIMEOUT_S)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self.await_all(list(keys), timeout_s=TIMEOUT_S if timeout is None else timeout.total_seconds())
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(self._look(key) is not None for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            name = self._prefix + key
+            entry = self._kv.get(name).entries.get(name)
+            number = (int(entry.value[1:]) if entry else 0) + amount
+            put = Put(name, f"t{number}", self._lease_id)
+            if self._kv.write(Write({name: entry.revision if entry else ABSENT}, (put,))) is not None:
+                return number
+        raise RuntimeError(f"{key} was not counted in time")
+
+    def _put(self, key: str, value: str) -> None:
+        try:
+            self._kv.write(Write({}, (Put(self._prefix + key, value, self._lease_id),)))
+        except StoreError as exc:
+            raise RuntimeError(str(exc)) from exc
+
+    def await_all(self, keys: list[str], *, timeout_s: float) -> list[bytes]:
+        """What these keys hold, once all are there. torch expects a `RuntimeError` if they are not."""
+        deadline_s, nap_s = time.monotonic() + timeout_s, POLL_S
+        found: dict[str, bytes] = {}
+        while True:
+            for key in [each for each in keys if each not in found]:
+                value = self._look(key)
+                if value is None:
+                    break
+                found[key] = value
+            if len(found) == len(set(keys)):
+                return [found[key] for key in keys]
+            if self._is_over():
+                raise RuntimeError("nobody needs this any more")
+            if time.monotonic() >= deadline_s:
+                raise RuntimeError(f"{next(key for key in keys if key not in found)} was not there in time")
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, POLL_MAX_S)
+
+    def _look(self, key: str) -> bytes | None:
+        name = self._prefix + key
+        try:
+            entry = self._kv.get(name).entries.get(name)
+        except StoreError as exc:
+            raise RuntimeError(str(exc)) from exc
+        if entry is None:
+            return None
+        return entry.value[1:].encode() if entry.value[0] == "t" else bytes.fromhex(entry.value[1:])

@@ -1,0 +1,291 @@
+"""The averager of a job whose nodes come and go: it enters generations, and a round that fails is a skipped round.
+
+The engine counts and averages; `Generations` builds groups in the background. Here is what happens at a step
+boundary: post an opening, enter a generation, run what is due, and deal with a round that failed. The training
+loop never sees an exception for a lost peer. Invariant: a rank's step counter never jumps, unless it joins.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from elastic_hieravg.averaging.averager import HierarchicalAverager
+from elastic_hieravg.errors import InDoubtError, MembershipError, PeerLostError, Problem
+from elastic_hieravg.membership.local import Broken, Entered, FromWorker, Stop
+from elastic_hieravg.membership.messages import Adopted
+from elastic_hieravg.membership.opening import Opening
+from elastic_hieravg.plan import GroupKey, PlannedLevel
+from elastic_hieravg.worker.generations import Generations
+
+# How long a rank whose round failed waits for the next generation before it goes on without the round.
+RETRY_WAIT_S = 5.0
+# How long a rank waits for the others' openings at the step it named; they may be in a long step.
+FENCE_WAIT_S = 120.0
+# How long the last round may take to come, from the end of a training loop on.
+END_WAIT_S = 600.0
+# A round that fails in every generation is given up after so many.
+TRIES_MAX = 10
+POLL_S = 0.5
+
+_log = logging.getLogger(__name__)
+
+
+class ElasticAverager:
+    def __init__(
+        self,
+        engine: HierarchicalAverager,
+        *,
+        local_rank: int,
+        tell: Callable[[FromWorker], None],
+        on_change: Callable[[Adopted], None],
+    ) -> None:
+        self._engine = engine
+        self._tell = tell
+        self._on_change = on_change
+        self._has_news = False
+        self._holds_model = False
+        self._lost_round = False
+        self._is_ending = False
+        self._is_ended = False
+        self._is_fenced = False
+        self._stopped: Stop | None = None
+        self._current: Adopted | None = None
+        self._dead_since: int | None = None
+        self.num_committed = self.num_retried = self.num_skipped = 0
+        self.generations = Generations(
+            engine, local_rank=local_rank, on_news=self.wake, on_broken=lambda key: tell(Broken(key.name))
+        )
+
+    # --- for the training loop --------------------------------------------------------------------------------
+
+    def step(self, num_samples: float = 1) -> None:
+        """Count one optimizer step over so many samples; average if that is due."""
+        if not 0 <= num_samples < math.inf:
+            raise MembershipError(
+                Problem(f"a step was made over {num_samples} samples", "give a number of samples, 0 or more")
+            )
+        self._engine.count(num_samples)
+        if self._has_news or self._engine.is_due:
+            self._at_boundary()
+
+    @property
+    def step_count(self) -> int:
+        return self._engine.step_count
+
+    @property
+    def is_ended(self) -> bool:
+        """The end was agreed by all in a global round."""
+        return self._is_ended
+
+    @property
+    def rank(self) -> int:
+        return self._engine.rank
+
+    def hold_alone(self) -> None:
+        """There is no agent: this rank is the whole job."""
+        self._holds_model = True
+
+    def join(self) -> None:
+        """Wait until this rank is in the job and has the model."""
+        self._await_model()
+
+    def finish(self) -> None:
+        """The training loop has ended: have the last global round with everybody."""
+        self._is_ending = True
+        deadline_s = time.monotonic() + END_WAIT_S
+        while not self._is_ended and self._stopped is None:
+            if time.monotonic() > deadline_s:
+                raise MembershipError(
+                    Problem(f"the last round did not come within {END_WAIT_S:.0f} s", "look at the other nodes")
+                )
+            if not self._engine.plan.levels and self.generations.newest_number <= self._number:
+                # Alone: nobody else has to agree.
+                self._is_ended = True
+                return
+            # An empty step: those who still train are on their way to the same round.
+            self.step(num_samples=0)
+
+    def close(self) -> None:
+        self.generations.close()
+        self._engine.close()
+
+    # --- from other threads -----------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Have the training thread look at the next boundary, or now if it waits at one."""
+        self._has_news = True
+        with self.generations.changed:
+            self.generations.changed.notify_all()
+
+    def fence(self) -> None:
+        self._is_fenced = True
+        self.generations.fenced()
+        self.wake()
+
+    def stop(self, stop: Stop) -> None:
+        self._stopped = stop
+        self.generations.give_up()
+        self._engine.cut(self._engine.keys)
+        self.wake()
+
+    # --- a step boundary --------------------------------------------------------------------------------------
+
+    @property
+    def _number(self) -> int:
+        return self._current.generation.number if self._current else 0
+
+    def _at_boundary(self) -> None:
+        self._has_news = False
+        if self._stopped is not None:
+            return
+        if self._is_fenced:
+            self._rejoin()
+        self._enter_if_time(can_wait=False)
+        self._hold()
+        for _ in range(TRIES_MAX):
+            if not self._engine.is_due or self._stopped is not None:
+                break
+            if not self._run(self._engine.due_level()):
+                break
+        # While a generation is on its way, every boundary is looked at.
+        self._has_news |= self.generations.newest_number > self._number
+
+    def _enter_if_time(self, *, can_wait: bool) -> bool:
+        """Post an opening if one is wanted, and enter a generation whose step has come."""
+        generations, step = self.generations, self._engine.step_count
+        if generations.is_opening_wanted:
+            # A rank that waits can enter where it stands; one that goes on, after its next step.
+            self._post(step if can_wait else step + 1)
+        posted = generations.posted_step
+        if posted is not None and posted <= step and not can_wait:
+            self._wait(lambda: generations.posted_step is None, timeout_s=FENCE_WAIT_S)
+        entering = generations.entering
+        if entering is None or (self._holds_model and step < entering.entry.step):
+            return False
+        self._enter()
+        return True
+
+    def _post(self, step: int) -> None:
+        self.generations.post(
+            Opening(
+                step,
+                holds_model=self._holds_model,
+                wants_round=self._lost_round,
+                committed=self._engine.rounds_committed(),
+            )
+        )
+
+    def _enter(self) -> None:
+        entering, built = self.generations.take()
+        engine, entry = self._engine, entering.entry
+        if engine.in_doubt is not None:
+            is_committed = entry.was_committed(*engine.in_doubt)
+            engine.settle(is_committed=is_committed)
+        engine.switch(
+            entering.adopted.plan,
+            rank=entering.rank,
+            wanted=entering.wanted,
+            built=built,
+            # Everybody is at this boundary, and nobody has run what is due here.
+            after_step=engine.step_count - 1,
+        )
+        self._current = entering.adopted
+        self._dead_since = None
+        self._tell(Entered(entering.adopted.generation.number))
+        self._on_change(entering.adopted)
+        if entry.is_round_wanted and engine.plan.levels:
+            self._run(engine.plan.levels[-1])
+        elif not engine.plan.levels:
+            self._holds_model, self._lost_round = True, False
+
+    def _run(self, level: PlannedLevel) -> bool:
+        """Run a round; if it fails wait for the next generation. False if the round is given up."""
+        engine = self._engine
+        if engine.is_over(level):
+            return self._failed(level)
+        try:
+            engine.run(level, holds_model=self._holds_model, is_ending=self._is_ending)
+        except PeerLostError as exc:
+            _log.info(
+                "a round of level %s failed at step %s: %s",
+                level.name,
+                engine.step_count,
+                exc.problems[0].message,
+            )
+            return self._failed(level, in_doubt=isinstance(exc, InDoubtError))
+        self._lost_round = False
+        if level is engine.plan.levels[-1]:
+            self._holds_model = True
+            assert engine.agreed is not None
+            self._is_ended |= engine.agreed.is_ending
+        self.num_committed += 1
+        return True
+
+    def _failed(self, level: PlannedLevel, *, in_doubt: bool = False) -> bool:
+        """A round failed: try once more in the next generation, or go on without it."""
+        engine = self._engine
+        for key in self._own_key(level):
+            engine.cut([key])
+            self._tell(Broken(key.name))
+        self._lost_round = True
+        number = self._number
+        if self._holds_model and self._dead_since == number:
+            # Waited for a new generation in vain already: the store may be away for long.
+            timeout_s = 0.0
+        else:
+            timeout_s = RETRY_WAIT_S if self._holds_model else math.inf
+        self._wait(
+            lambda: self._enter_if_time(can_wait=True) or self._number != number or self._has_passed(),
+            timeout_s=timeout_s,
+        )
+        if self._number != number:
+            self.num_retried += 1
+            return True
+        self._dead_since = number
+        if in_doubt and engine.in_doubt is not None:
+            engine.settle(is_committed=bool(self._stopped and self._stopped.is_success))
+        self.num_skipped += 1
+        if level in engine.plan.levels:
+            engine.skip(level, after_step=engine.step_count)
+        return False
+
+    def _has_passed(self) -> bool:
+        """Whether the others are at a later step already: then this rank goes on to meet them there."""
+        entering = self.generations.entering
+        return entering is not None and self._holds_model and entering.entry.step > self._engine.step_count
+
+    def _own_key(self, level: PlannedLevel) -> list[GroupKey]:
+        key = self._engine.key_of(level)
+        return [] if key is None else [key]
+
+    def _hold(self) -> None:
+        """Wait while the job has too few nodes, or does not fit its hierarchy."""
+        while self._stopped is None and self._current is not None and self._current.generation.hold:
+            self._wait(lambda: self._enter_if_time(can_wait=True), timeout_s=math.inf)
+
+    def _rejoin(self) -> None:
+        """This node was out while it lived: its model is as good as none."""
+        self._is_fenced = False
+        self._holds_model = False
+        if self._engine.in_doubt is not None:
+            self._engine.settle(is_committed=False)
+        self._current = None
+        self._await_model()
+
+    def _await_model(self) -> None:
+        self._wait(lambda: self._enter_if_time(can_wait=True) and self._holds_model, timeout_s=math.inf)
+        self._hold()
+
+    def _wait(self, until: Callable[[], bool], *, timeout_s: float) -> bool:
+        """At a boundary, until something is as wanted, the job is over, or the time is up."""
+        deadline_s = time.monotonic() + timeout_s
+        generations = self.generations
+        while not until():
+            with generations.changed:
+                left_s = deadline_s - time.monotonic()
+                if self._stopped is not None or left_s <= 0:
+                    return False
+                if not self._has_news:
+                    generations.changed.wait(min(left_s, POLL_S))
+                self._has_news = False
+        return True

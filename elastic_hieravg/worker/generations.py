@@ -1,0 +1,253 @@
+"""A rank's way from one generation to the next: groups are built behind the training loop's back.
+
+For every generation the agent tells of, a thread builds the groups that are missing, asks the training thread
+for its opening, and reads everybody's. What comes out waits in `entry` until the training thread takes it at a
+step boundary. Invariant: only the newest generation is worked on; whatever is built for an older one and named
+by the newest is used, the rest is closed.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from elastic_hieravg.averaging.averager import HierarchicalAverager
+from elastic_hieravg.averaging.rounds import AveragingGroup
+from elastic_hieravg.errors import HierAvgError
+from elastic_hieravg.membership.embedded import EmbeddedKeyValue
+from elastic_hieravg.membership.local import Follow
+from elastic_hieravg.membership.messages import Adopted
+from elastic_hieravg.membership.opening import Entry, Opening, entry_of, read_opening
+from elastic_hieravg.membership.proposing import plan_generation
+from elastic_hieravg.membership.records import read_generation, read_job
+from elastic_hieravg.plan import GroupKey, Member
+from elastic_hieravg.rendezvous.group_store import GroupStore
+
+# How long everybody's groups and openings may take; a rank may be in the middle of a long step.
+OPENING_TIMEOUT_S = 600.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Entering:
+    """A generation that this rank can enter, with what it needs for it."""
+
+    adopted: Adopted
+    rank: int
+    wanted: Mapping[str, GroupKey]
+    entry: Entry
+
+
+@dataclass(eq=False, slots=True)
+class _Way:
+    """The way to one generation. `is_asked`: the training thread's opening is wanted, and then there."""
+
+    adopted: Adopted
+    follow: Follow
+    rank: int
+    is_over: bool = False
+    is_asked: bool = False
+    opening: Opening | None = None
+    thread: threading.Thread | None = field(default=None, repr=False)
+
+
+class Generations:
+    """`on_news` is called from any thread when the training thread has something to look at.
+
+    `on_broken` is told the keys of groups that could not be built, or that a generation's opening failed.
+    """
+
+    def __init__(
+        self,
+        engine: HierarchicalAverager,
+        *,
+        local_rank: int,
+        on_news: Callable[[], None],
+        on_broken: Callable[[GroupKey], None],
+    ) -> None:
+        self.changed = threading.Condition()
+        self._engine = engine
+        self._local_rank = local_rank
+        self._on_news = on_news
+        self._on_broken = on_broken
+        self._way: _Way | None = None
+        self._built: dict[GroupKey, AveragingGroup] = {}
+        self._entering: Entering | None = None
+        self._store: tuple[tuple[str, int], EmbeddedKeyValue] | None = None
+
+    # --- told by the agent ------------------------------------------------------------------------------------
+
+    def follow(self, follow: Follow) -> None:
+        """Go for a generation, and give up the way to any before it."""
+        generation, job = read_generation(follow.generation), read_job(follow.job)
+        plan, _ = plan_generation(job, generation.number, generation.members)
+        assert plan.digest == generation.digest, "agent and worker make the same plan of the same members"
+        adopted = Adopted(generation, plan, generation.keys(plan))
+        places = {node.node_id: ranks for node, ranks in plan.topology.placed()}
+        way = _Way(adopted, follow, places[follow.node_id][self._local_rank])
+        with self.changed:
+            if self._way is not None and self._way.adopted.generation.number >= generation.number:
+                return
+            self.give_up()
+            self._way = way
+        # Ranks that wait for somebody who is gone are woken; a group that grows is used until it is left.
+        self._engine.cut(_replaced(self._engine.keys, adopted))
+        way.thread = threading.Thread(target=self._walk, args=(way,), name="hieravg-groups", daemon=True)
+        way.thread.start()
+
+    def give_up(self) -> None:
+        """End the way that is being made, if any."""
+        with self.changed:
+            if self._way is not None:
+                self._way.is_over = True
+            self._way = self._entering = None
+            self.changed.notify_all()
+
+    def fenced(self) -> None:
+        """This node is out: no group of its incarnation is of any use."""
+        self.give_up()
+        self._engine.cut(self._engine.keys)
+
+    def close(self) -> None:
+        self.give_up()
+        with self.changed:
+            built, self._built = self._built, {}
+        for group in built.values():
+            group.close()
+        if self._store is not None:
+            self._store[1].close()
+
+    # --- asked by the training thread -------------------------------------------------------------------------
+
+    @property
+    def newest_number(self) -> int:
+        way = self._way
+        return way.adopted.generation.number if way else 0
+
+    @property
+    def is_opening_wanted(self) -> bool:
+        way = self._way
+        return way is not None and way.is_asked and way.opening is None
+
+    @property
+    def posted_step(self) -> int | None:
+        """The boundary that must not be passed before everybody's opening is known."""
+        way = self._way
+        return way.opening.step if way and way.opening and self._entering is None else None
+
+    @property
+    def entering(self) -> Entering | None:
+        return self._entering
+
+    def post(self, opening: Opening) -> None:
+        with self.changed:
+            assert self._way is not None
+            self._way.opening = opening
+            self.changed.notify_all()
+
+    def take(self) -> tuple[Entering, dict[GroupKey, AveragingGroup]]:
+        """The generation to enter now, and the groups that were built for it."""
+        with self.changed:
+            entering, self._entering = self._entering, None
+            assert entering is not None
+            assert self._way is not None
+            # The opening has done its work.
+            self._way.opening, self._way.is_asked = None, False
+            mine = {key: group for key, group in self._built.items() if key in entering.wanted.values()}
+            self._built = {key: group for key, group in self._built.items() if key not in mine}
+            return entering, mine
+
+    # --- the way ----------------------------------------------------------------------------------------------
+
+    def _walk(self, way: _Way) -> None:
+        try:
+            self._go(way)
+        except (HierAvgError, RuntimeError, OSError) as exc:
+            with self.changed:
+                is_over = way.is_over
+                # The opening that was posted binds nobody any more.
+                way.opening, way.is_asked = None, False
+                self.changed.notify_all()
+            if not is_over:
+                _log.warning("generation %s cannot be entered: %s", way.adopted.generation.number, exc)
+                wanted = self._engine.own_keys(way.adopted.plan, rank=way.rank, keys=way.adopted.keys).values()
+                # What others may have, this rank has not; without a group to report, the widest one is it.
+                missing = [key for key in wanted if key not in (*self._engine.keys, *self._built)]
+                for key in missing or list(wanted)[-1:]:
+                    self._on_broken(key)
+            self._on_news()
+
+    def _go(self, way: _Way) -> None:
+        plan, number = way.adopted.plan, way.adopted.generation.number
+        store = GroupStore(self._reach(way.follow), f"/generation/{number}/", is_over=lambda: way.is_over)
+        wanted = self._engine.own_keys(plan, rank=way.rank, keys=way.adopted.keys)
+        self._drop_unwanted(wanted)
+        for level in plan.levels:
+            key = wanted.get(level.name)
+            if key is not None and key not in self._engine.keys and key not in self._built:
+                group = self._engine.build(
+                    plan,
+                    rank=way.rank,
+                    level=level,
+                    key=key,
+                    store=store,
+                    addresses=way.adopted.generation.addresses,
+                )
+                with self.changed:
+                    self._built[key] = group
+        store.set(f"built/{way.rank}", "built")
+        store.await_all([f"built/{rank}" for rank in range(plan.world_size)], timeout_s=OPENING_TIMEOUT_S)
+        opening = self._ask(way)
+        if opening is None:
+            return
+        store.set(f"opening/{way.rank}", opening.to_json())
+        names = [f"opening/{rank}" for rank in range(plan.world_size)]
+        texts = store.await_all(names, timeout_s=OPENING_TIMEOUT_S)
+        entry = entry_of([read_opening(text.decode()) for text in texts])
+        with self.changed:
+            if not way.is_over:
+                self._entering = Entering(way.adopted, way.rank, wanted, entry)
+                self.changed.notify_all()
+        self._on_news()
+
+    def _ask(self, way: _Way) -> Opening | None:
+        """Have the training thread say where it stands; None if the way is over before."""
+        deadline_s = time.monotonic() + OPENING_TIMEOUT_S
+        with self.changed:
+            way.is_asked = True
+            self.changed.notify_all()
+            self._on_news()
+            while way.opening is None and not way.is_over:
+                if not self.changed.wait(max(0.0, deadline_s - time.monotonic())):
+                    raise RuntimeError("the training loop made no step in time")
+            return None if way.is_over else way.opening
+
+    def _reach(self, follow: Follow) -> EmbeddedKeyValue:
+        """The generation's group store; the connection is kept while it is the same."""
+        where = follow.address, follow.port
+        if self._store is None or self._store[0] != where:
+            before, self._store = self._store, (where, EmbeddedKeyValue(*where, run_id="groups"))
+            if before is not None:
+                before[1].close()
+        return self._store[1]
+
+    def _drop_unwanted(self, wanted: Mapping[str, GroupKey]) -> None:
+        """Close what was built for generations that were never entered."""
+        with self.changed:
+            gone = [key for key in self._built if key not in wanted.values()]
+            groups = [self._built.pop(key) for key in gone]
+        for group in groups:
+            group.close()
+
+
+def _replaced(keys: tuple[GroupKey, ...], adopted: Adopted) -> list[GroupKey]:
+    """Groups that have lost somebody, or that are built anew though their members are the same."""
+    incarnations = {(node.node_id, node.incarnation) for node in adopted.generation.members}
+    listed = {key.members: key for key in adopted.keys}
+
+    def is_whole(member: Member) -> bool:
+        return (member.node_id, member.incarnation) in incarnations
+
+    return [key for key in keys if not all(map(is_whole, key.members)) or listed.get(key.members, key) != key]

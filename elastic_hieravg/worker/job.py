@@ -1,0 +1,211 @@
+"""A worker's place in a job: `eh.join()` and what it gives. This is what training scripts see.
+
+Under `hieravg run` the agent tells of every generation; alone, the job is a world of one. Invariant: leaving
+the block normally ends with all replicas alike; leaving it by an exception does not wait for anybody.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor, nn
+from torch.distributed import HashStore
+from torch.optim import Optimizer
+
+from elastic_hieravg.averaging.averager import HierarchicalAverager
+from elastic_hieravg.config import WorkerPlace, read_worker_place
+from elastic_hieravg.errors import MembershipError, Problem
+from elastic_hieravg.events import Observe, ignore
+from elastic_hieravg.membership.local import Bye, Fence, Follow, FromAgent, FromWorker, Progress, Ready, Stop
+from elastic_hieravg.membership.messages import Adopted
+from elastic_hieravg.plan import Hierarchy, Node, Plan, Topology, fit
+from elastic_hieravg.worker.averager import ElasticAverager
+from elastic_hieravg.worker.link import AgentLink
+
+# How often the agent is told how far this worker is.
+PROGRESS_S = 0.5
+# A rank without a generation is alone: nothing is ever due.
+_ALONE = Hierarchy.parse("global=1")
+
+_log = logging.getLogger(__name__)
+
+
+def join() -> "Job":
+    """Take this process's place in the job: under `hieravg run`, or alone."""
+    return Job(read_worker_place())
+
+
+class Job:
+    """Use it as a context manager, around the training loop."""
+
+    def __init__(self, place: WorkerPlace) -> None:
+        self._place = place
+        plan = fit(_ALONE, Topology([Node("alone", 1)]))
+        assert isinstance(plan, Plan)
+        self.plan: Plan = plan
+        self.rank = 0
+        self.generation = 0
+        self.num_reported = 0
+        self._averager: ElasticAverager | None = None
+        self._link: AgentLink | None = None
+        self._callbacks: list[Callable[[Job], None]] = []
+        self._num_quiet = 0
+        self._last_step = 0
+        self._early: list[FromAgent] = []
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._reporter: threading.Thread | None = None
+
+    # --- where this worker is ---------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        return self.plan.world_size
+
+    @property
+    def local_rank(self) -> int:
+        return self._place.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        return next(index for index, (_, ranks) in enumerate(self.plan.topology.placed()) if self.rank in ranks)
+
+    @property
+    def step(self) -> int:
+        """The optimizer steps of the job so far; a worker that joins begins with the others' number."""
+        return self._averager.step_count if self._averager else self._last_step
+
+    @property
+    def should_stop(self) -> bool:
+        """The end, agreed by all in the same global round."""
+        return self._averager is not None and self._averager.is_ended
+
+    # --- for the training script ------------------------------------------------------------------------------
+
+    def averager(
+        self,
+        model: nn.Module | Iterable[Tensor],
+        optimizer: Optimizer | None = None,
+        *,
+        average_buffers: bool = True,
+        observe: Observe = ignore,
+    ) -> ElasticAverager:
+        """Average this model over the job's hierarchy. Returns when the model is everybody's.
+
+        A worker that joins a running job waits here for its first global round, so that model and `job.step`
+        are right when its loop starts.
+        """
+        if self._averager is not None:
+            raise MembershipError(Problem("the job has an averager already", "make one for each job"))
+        engine = HierarchicalAverager(
+            model,
+            plan=self.plan,
+            rank=0,
+            store=HashStore(),
+            average_buffers=average_buffers,
+            equalize=False,
+            observe=observe,
+        )
+        averager = ElasticAverager(engine, local_rank=self.local_rank, tell=self._tell, on_change=self._changed)
+        with self._lock:
+            self._averager = averager
+            early, self._early = self._early, []
+            for message in early:
+                self._heed(averager, message)
+        if optimizer is not None:
+            self._optimizer = optimizer
+        if self._link is None:
+            averager.hold_alone()
+        else:
+            self._tell(Ready())
+            averager.join()
+        return averager
+
+    def on_change(self, callback: "Callable[[Job], None]") -> None:
+        """Have a function called, between two steps, whenever this worker enters a generation."""
+        self._callbacks.append(callback)
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Say that no steps are made for a while: evaluation, checkpointing. It is not taken for a hang."""
+        self._num_quiet += 1
+        try:
+            yield
+        finally:
+            self._num_quiet -= 1
+
+    def __enter__(self) -> Self:
+        if self._place.socket is not None:
+            self._link = AgentLink(
+                self._place.socket,
+                token=self._place.token,
+                local_rank=self._place.local_rank,
+                on_message=self._told,
+            )
+            self._reporter = threading.Thread(target=self._report, name="hieravg-progress", daemon=True)
+            self._reporter.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                if self._averager is not None:
+                    self._averager.finish()
+                self._tell(Bye())
+        finally:
+            self._close()
+
+    # --- inside -----------------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        self._closed.set()
+        if self._reporter is not None:
+            self._reporter.join()
+        if self._averager is not None:
+            self._last_step = self._averager.step_count
+            self._averager.close()
+        if self._link is not None:
+            self._link.close()
+
+    def _tell(self, message: FromWorker) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    def _told(self, message: FromAgent) -> None:
+        with self._lock:
+            if self._averager is None:
+                # The agent may be ahead of the script, which builds its model first.
+                self._early.append(message)
+                return
+            averager = self._averager
+        self._heed(averager, message)
+
+    def _heed(self, averager: ElasticAverager, message: FromAgent) -> None:
+        match message:
+            case Follow():
+                averager.generations.follow(message)
+            case Fence():
+                averager.fence()
+            case Stop():
+                averager.stop(message)
+
+    def _changed(self, adopted: Adopted) -> None:
+        self.plan = adopted.plan
+        self.generation = adopted.generation.number
+        assert self._averager is not None
+        self.rank = self._averager.rank
+        for callback in self._callbacks:
+            callback(self)
+
+    def _report(self) -> None:
+        told = None
+        while not self._closed.wait(PROGRESS_S):
+            progress = Progress(self.step, is_quiet=bool(self._num_quiet) or self._averager is None)
+            if progress != told:
+                self._tell(progress)
+                told = progress
