@@ -102,7 +102,7 @@ class Doors:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._visitors: set[socket.socket] = set()
         self._watched: dict[tuple[str, int], _Watched] = {}
-        self._probes: list[_Watched] = []
+        self._probed: _Watched | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hieravg-doors", daemon=True)
         self._thread.start()
@@ -117,8 +117,8 @@ class Doors:
         self._order(lambda: self._set_watched(doors))
 
     def probe(self, door: Door) -> None:
-        """Find out once whether a process lives; no answer is no news."""
-        self._order(lambda: self._probe(door))
+        """Find out whether a process lives. It is asked until it answers, or another is asked for."""
+        self._order(lambda: self._set_probed(door))
 
     def close(self) -> None:
         self._closed.set()
@@ -140,7 +140,7 @@ class Doors:
                 self._take_orders()
                 self._try_again()
         finally:
-            for watched in (*self._watched.values(), *self._probes):
+            for watched in self._all_watched():
                 self._hang_up(watched)
             for visitor in list(self._visitors):
                 self._see_off(visitor)
@@ -210,10 +210,14 @@ class Doors:
                 self._watched[where] = _Watched(door)
                 self._knock(self._watched[where])
 
-    def _probe(self, door: Door) -> None:
-        probe = _Watched(door, is_probe=True, was_open=True)
-        self._probes.append(probe)
-        self._knock(probe)
+    def _set_probed(self, door: Door) -> None:
+        if self._probed is not None:
+            self._hang_up(self._probed)
+        self._probed = _Watched(door, is_probe=True, was_open=True)
+        self._knock(self._probed)
+
+    def _all_watched(self) -> list["_Watched"]:
+        return [*self._watched.values(), *([] if self._probed is None else [self._probed])]
 
     def _knock(self, watched: "_Watched") -> None:
         watched.sock = socket.socket(_family(watched.door.address), socket.SOCK_STREAM)
@@ -275,8 +279,6 @@ class Doors:
         self._hang_up(watched)
         is_closing = error == errno.ECONNRESET and watched.was_open
         watched.until_s = self._clock() + (KNOCK_SOON_S if is_closing else KNOCK_EVERY_S)
-        if watched.is_probe:
-            self._let_go(watched)
 
     def _dead(self, watched: "_Watched", why: str) -> None:
         self._let_go(watched)
@@ -284,8 +286,8 @@ class Doors:
 
     def _let_go(self, watched: "_Watched") -> None:
         self._hang_up(watched)
-        if watched in self._probes:
-            self._probes.remove(watched)
+        if watched is self._probed:
+            self._probed = None
         elif self._watched.get((watched.door.address, watched.door.port)) is watched:
             del self._watched[watched.door.address, watched.door.port]
 
@@ -296,12 +298,12 @@ class Doors:
         watched.sock, watched.state = None, _State.CLOSED
 
     def _timeout_s(self) -> float | None:
-        until_s = min((each.until_s for each in (*self._watched.values(), *self._probes)), default=math.inf)
+        until_s = min((each.until_s for each in self._all_watched()), default=math.inf)
         return None if until_s == math.inf else max(0.0, until_s - self._clock())
 
     def _try_again(self) -> None:
         now_s = self._clock()
-        for watched in [each for each in (*self._watched.values(), *self._probes) if each.until_s <= now_s]:
+        for watched in [each for each in self._all_watched() if each.until_s <= now_s]:
             if watched.state is _State.CLOSED:
                 self._knock(watched)
             else:

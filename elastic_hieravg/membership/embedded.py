@@ -5,6 +5,7 @@ judged by the server's clock alone. Invariant: time in which the server itself s
 """
 
 import contextlib
+import math
 import secrets
 import selectors
 import socket
@@ -100,8 +101,8 @@ class EmbeddedServer:
                 for message in client.read():
                     client.send(self._answer(now_s, client, message))
             self._selector.modify(sock, client.events)
-        except (OSError, FrameError, KeyError, TypeError, ValueError):
-            # Gone, or no client of ours.
+        except (OSError, FrameError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
+            # Gone, or no client of ours: whatever it sends, the others are served on.
             self._drop(client)
 
     def _accept(self) -> None:
@@ -131,7 +132,7 @@ class EmbeddedServer:
                 case "write":
                     return {"revision": self._ledger.write(_read_write(message))}
                 case "grant":
-                    return {"lease_id": self._ledger.grant(now_s, ttl_s=float(message["ttl_s"]))}
+                    return {"lease_id": self._ledger.grant(now_s, ttl_s=_read_ttl_s(message))}
                 case "keep_alive":
                     self._ledger.keep_alive(now_s, lease_id=int(message["lease_id"]))
                     return {}
@@ -408,6 +409,13 @@ def _read_write(message: Mapping[str, Any]) -> Write:
         tuple(Put(str(key), str(value), int(lease_id)) for key, value, lease_id in message["puts"]),
         tuple(map(str, message["deletes"])),
     )
+
+
+def _read_ttl_s(message: Mapping[str, Any]) -> float:
+    ttl_s = float(message["ttl_s"])
+    if not 0 < ttl_s < math.inf:
+        raise FrameError(f"a lease of {ttl_s} s is none")
+    return ttl_s
 
 
 def _entry_message(entry: Entry | None) -> list[Any] | None:

@@ -40,6 +40,7 @@ class Kind(StrEnum):
     LOSS = "loss"
     JOIN = "join"
     REBUILD = "rebuild"  # nobody was lost, but a group failed
+    ROUND = "round"  # the same members meet for one more global round: somebody is about to leave
     RESTART = "restart"
 
 
@@ -70,7 +71,7 @@ class NodeRecord:
     """A node while its lease lives: what it is, and where its agent is reached.
 
     `seen`: the highest generation it had followed when it wrote this. `entered`: the generation its ranks
-    work in.
+    work in. `asked`: it asks for a round in a later generation than this one; 0 if it does not.
     """
 
     node: Node
@@ -79,10 +80,11 @@ class NodeRecord:
     port: int
     seen: int = 0
     entered: int = 0
+    asked: int = 0
 
     def to_json(self) -> str:
         where = {"address": self.address, "port": self.port}
-        numbers = {"seen": self.seen, "entered": self.entered}
+        numbers = {"seen": self.seen, "entered": self.entered, "asked": self.asked}
         return _to_json("node", {"node": self.node.document(), "state": self.state, **where, **numbers})
 
 
@@ -166,16 +168,19 @@ class StoreOffer:
 
 @dataclass(frozen=True, slots=True)
 class Closing:
-    """The end of a job. A node that comes later does not start."""
+    """The end of a job. A node that comes later does not start. `is_hopeless`: trying again would not help."""
 
     is_success: bool
     reason: str
+    is_hopeless: bool = False
 
     def to_json(self) -> str:
-        return _to_json("closing", {"outcome": _OUTCOMES[self.is_success], "reason": self.reason})
+        outcome = _HOPELESS if self.is_hopeless else _OUTCOMES[self.is_success]
+        return _to_json("closing", {"outcome": outcome, "reason": self.reason})
 
 
 _OUTCOMES = {True: "succeeded", False: "failed"}
+_HOPELESS = "failed for good"
 
 
 def _reader(kind: str) -> Callable[[Callable[[Fields], T]], Callable[[str], T]]:
@@ -203,7 +208,8 @@ def _reader(kind: str) -> Callable[[Callable[[Fields], T]], Callable[[str], T]]:
 @_reader("job")
 def read_job(record: Fields) -> Job:
     hierarchy = Hierarchy.parse(record.text("hierarchy"))
-    on_misfit = next((each for each in ON_MISFIT if each == record.text("on_misfit")), None)
+    wanted = record.text("on_misfit")
+    on_misfit = next((each for each in ON_MISFIT if each == wanted), None)
     if on_misfit is None:
         raise DocumentError(_unreadable("the job's record has another on_misfit than this version knows"))
     return Job(
@@ -226,6 +232,7 @@ def read_node(record: Fields) -> NodeRecord:
         record.number("port"),
         seen=record.number("seen"),
         entered=record.number("entered"),
+        asked=record.number("asked"),
     )
 
 
@@ -262,9 +269,9 @@ def read_offer(record: Fields) -> StoreOffer:
 @_reader("closing")
 def read_closing(record: Fields) -> Closing:
     outcome = record.text("outcome")
-    if outcome not in _OUTCOMES.values():
+    if outcome not in (*_OUTCOMES.values(), _HOPELESS):
         raise DocumentError(_unreadable(f"the closing's record has the outcome {outcome!r}"))
-    return Closing(outcome == _OUTCOMES[True], record.text("reason"))
+    return Closing(outcome == _OUTCOMES[True], record.text("reason"), is_hopeless=outcome == _HOPELESS)
 
 
 def _job_problems(job: Job) -> Iterator[Problem]:
