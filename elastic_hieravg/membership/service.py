@@ -112,13 +112,17 @@ class Membership:
         self._keys = Keys(run_id)
         self._await_store()
         self._doors = Doors(candidate.address, on_death=self._told_of_death, on_life=self._told_of_life)
-        self._member = Member(
-            replace(candidate, port=self._doors.port),
-            run_id=run_id,
-            policy=policy,
-            lease_ttl_s=lease_ttl_s,
-            new_incarnation=self._new_incarnation,
-        )
+        try:
+            self._member = Member(
+                replace(candidate, port=self._doors.port),
+                run_id=run_id,
+                policy=policy,
+                lease_ttl_s=lease_ttl_s,
+                new_incarnation=self._new_incarnation,
+            )
+        except BaseException:
+            self._doors.close()
+            raise
         self.status = Status(self._member.node, self._member.decision)
         self._watch: Watch = kv.watch(self._keys.prefix)
         self._threads = [
@@ -157,9 +161,12 @@ class Membership:
     def end_job(self, closing: Closing, *, timeout_s: float) -> bool:
         """Write the closing record, for everybody. False if that was not possible in time."""
         self._post(self._member.close, closing)
-        return self.wait(
-            lambda status: status.ended is not None or status.error is not None, timeout_s=timeout_s
-        )
+        self.wait(lambda status: status.ended is not None or status.error is not None, timeout_s=timeout_s)
+        return self.status.ended is not None
+
+    def ask_round(self) -> None:
+        """Have everybody meet for one more global round, in a generation of its own."""
+        self._post(self._member.ask_round)
 
     def leave(self, *, timeout_s: float) -> bool:
         """Go on purpose; True once a generation without this node is written."""

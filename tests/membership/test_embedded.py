@@ -168,9 +168,8 @@ def test_a_client_that_does_not_read_is_let_go(
 ) -> None:
     monkeypatch.setattr(embedded, "UNSENT_BYTES_MAX", 1 << 20)
     kv.write(Write({}, (Put(f"{KEY}/long", "x" * 500_000),)))
-    with greeted(server) as sock:
-        with pytest.raises((ConnectionResetError, BrokenPipeError)):
-            ask_on(sock)
+    with greeted(server) as sock, pytest.raises((ConnectionResetError, BrokenPipeError)):
+        ask_on(sock)
 
 
 def ask_on(sock: socket.socket) -> None:
