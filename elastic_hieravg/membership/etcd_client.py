@@ -204,7 +204,11 @@ class _Endpoint:
     def ask(self, stub: str, method: str, request: Any, *, timeout_s: float, metadata: Any) -> Any:
         if method == "LeaseKeepAlive":
             # A stream in etcd; one question and one answer of it are enough.
-            return next(self.method(stub, method)(iter([request]), timeout=timeout_s, metadata=metadata))
+            answers = self.method(stub, method)(iter([request]), timeout=timeout_s, metadata=metadata)
+            for answer in answers:
+                return answer
+            message = f"etcd at {self.name} ended a call without an answer"
+            raise StoreAwayError(Problem(message, "is there a proxy in between?"))
         return self.method(stub, method)(request, timeout=timeout_s, metadata=metadata)
 
 

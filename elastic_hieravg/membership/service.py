@@ -16,7 +16,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
-from elastic_hieravg.errors import HierAvgError, LeaseLostError, StoreAwayError, StoreDeniedError, StoreError
+from elastic_hieravg.errors import (
+    HierAvgError,
+    LeaseLostError,
+    MembershipError,
+    Problem,
+    StoreAwayError,
+    StoreDeniedError,
+    StoreError,
+)
 from elastic_hieravg.membership.decisions import Decision, Policy, View, has_lost_member, num_restart_wanted
 from elastic_hieravg.membership.doors import Door, Doors, turn_of, watched_by
 from elastic_hieravg.membership.kv import Changes, KeyValue, Snapshot, Watch, Write
@@ -133,6 +141,7 @@ class Membership:
                 ("leases", self._keep_leases),
             )
         ]
+        self._driver = self._threads[0]
         for thread in self._threads:
             thread.start()
 
@@ -365,6 +374,9 @@ class Membership:
         """Its own thread, so that nothing the others wait for costs the node its lease."""
         regular_s = beat_s = min(self._lease_ttl_s, JOB_TTL_S) / BEATS_PER_LEASE
         while not self._closed.wait(beat_s):
+            if not self._driver.is_alive():
+                self._give_up()
+                return
             for lease_id in sorted(self._kept_leases):
                 try:
                     self._kv.keep_alive(lease_id)
@@ -377,6 +389,13 @@ class Membership:
                     # The beat that was missed is made up for soon.
                     beat_s = RETRY_S
                     self._post(self._store_failed, exc)
+
+    def _give_up(self) -> None:
+        """The driving thread ended by an error: a node that nobody drives must not look alive for long."""
+        problem = Problem("the thread that drives the membership ended", "its traceback on stderr says why")
+        with self._changed:
+            self.status = replace(self.status, error=MembershipError(problem))
+            self._changed.notify_all()
 
     # --- the store ------------------------------------------------------------------------------------------
 

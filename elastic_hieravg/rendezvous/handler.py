@@ -69,8 +69,7 @@ def create_handler(parameters: RendezvousParameters) -> "EtcdRendezvousHandler":
 class EtcdRendezvousHandler(RendezvousHandler):
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        # The store of the round that runs, and that store's process if it is this one.
-        self._round: RoundStore | None = None
+        # The store of the round that runs, if it is this process that serves it.
         self._server: TCPStore | None = None
         self._watched: tuple[int, str, int] | None = None
         self._has_run = False
@@ -110,7 +109,6 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return self._settings.run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._round = None
         deadline_s = time.monotonic() + self._settings.policy.pause_s
         while True:
             before = self._membership.status.adopted
@@ -197,7 +195,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         if rank == 0:
             self._serve(number)
         if not self._membership.wait(
-            lambda status: self._is_offered(status, number) or self._is_over(number),
+            lambda status: _is_offered(status, number) or self._is_over(number),
             # Not before the lease of the one who should offer it has had the time to end.
             timeout_s=max(STORE_TIMEOUT_S, self._loss_known_s),
         ):
@@ -211,10 +209,10 @@ class EtcdRendezvousHandler(RendezvousHandler):
             if self._await_end(number):
                 return None
             raise RendezvousConnectionError(f"the round's store does not answer: {exc}") from exc
-        self._round = RoundStore(
+        round_store = RoundStore(
             store, rank=rank, world_size=world_size, await_end=lambda: self._await_end(number)
         )
-        return RendezvousInfo(self._round, rank, world_size, RendezvousStoreInfo(offer.address, offer.port))
+        return RendezvousInfo(round_store, rank, world_size, RendezvousStoreInfo(offer.address, offer.port))
 
     def _serve(self, number: int) -> None:
         address = self._settings.candidate.address
@@ -237,9 +235,6 @@ class EtcdRendezvousHandler(RendezvousHandler):
             wait_for_workers=False,
             timeout=timedelta(seconds=STORE_TIMEOUT_S),
         )
-
-    def _is_offered(self, status: Status, number: int) -> bool:
-        return status.offer is not None and status.offer.generation == number
 
     def _is_over(self, number: int) -> bool:
         """Whether the round lost somebody, or another one took its place."""
@@ -300,3 +295,7 @@ def _is_first_known(status: Status) -> bool:
 def _is_decided(status: Status, *, after: int) -> bool:
     is_adopted = status.adopted is not None and status.adopted.generation.number > after
     return is_adopted or status.ended is not None or status.error is not None
+
+
+def _is_offered(status: Status, number: int) -> bool:
+    return status.offer is not None and status.offer.generation == number

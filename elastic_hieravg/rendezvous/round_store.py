@@ -35,10 +35,6 @@ class RoundStore(Store):
         self._await_end = await_end
         self._own_role = ""
 
-    def end(self) -> None:
-        """End whatever waits here. Any thread may call it."""
-        cut_connections(self._store.host, self._store.port)
-
     def set(self, key: str, value: Any) -> None:
         if key.startswith(ROLE_INFO):
             self._own_role = value if isinstance(value, str) else bytes(value).decode()

@@ -227,6 +227,15 @@ def test_every_call_has_a_deadline(tmp_path: Path) -> None:
             kv.close()
 
 
+def test_a_stream_that_ends_without_an_answer_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = EtcdKeyValue(EtcdSettings(("127.0.0.1:9",)))
+    (endpoint,) = kv._client._endpoints
+    monkeypatch.setattr(endpoint, "method", lambda *_: lambda *_, **__: iter(()))
+    with pytest.raises(StoreAwayError, match=r"etcd at 127\.0\.0\.1:9 ended a call without an answer"):
+        kv.keep_alive(7)
+    kv.close()
+
+
 # --- who is let in --------------------------------------------------------------------------------------------
 
 

@@ -80,6 +80,20 @@ def test_a_node_whose_owner_is_stuck_keeps_its_lease() -> None:
     assert not [notice for notice in notices if isinstance(notice, Fenced)]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_node_that_nobody_drives_any_more_is_out() -> None:
+    def observe(notice: Notice | StoreAway | StoreBack) -> None:
+        raise ZeroDivisionError
+
+    kv = MemoryKeyValue()
+    with opened(kv, "a", observe=observe) as first, opened(kv, "b") as second:
+        for each in (first, second):
+            each.ready()
+        assert first.wait(lambda status: status.error is not None, timeout_s=PATIENCE_S)
+        assert "the thread that drives the membership ended" in str(first.status.error)
+        await_members(second, "b")
+
+
 def test_the_jobs_records_live_on_however_long_the_nodes_leases_are(monkeypatch: pytest.MonkeyPatch) -> None:
     # As with leases of an hour, in seconds.
     monkeypatch.setattr(service, "JOB_TTL_S", 0.6)
