@@ -237,6 +237,11 @@ def read_worker_place(environment: Mapping[str, str] | None = None) -> WorkerPla
     return WorkerPlace()
 
 
+def flag_default(name: str, *, prefix: str = "HIERAVG") -> str | None:
+    """What the environment says for a flag, if anything: the flag itself beats it."""
+    return os.environ.get(f"{prefix}_{name.upper()}")
+
+
 def export(variables: Mapping[str, str]) -> None:
     """Set variables of this process's environment, for the processes it starts."""
     os.environ.update(variables)

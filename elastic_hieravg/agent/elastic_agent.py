@@ -4,8 +4,11 @@ All overrides of torch's private methods are in this file; torch is called with 
 loudly when what is overridden changes. Checked against torch 2.13.
 """
 
+import contextlib
 import logging
+import os
 import signal
+import socket
 import time
 from typing import Any
 
@@ -16,11 +19,21 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 
 from elastic_hieravg.agent.node import InPlaceNode
+from elastic_hieravg.membership.records import Closing
 
+EXIT_DONE, EXIT_FAILED = 0, 1
+# Starting it again is of no use; from a worker, and from an agent.
+EXIT_DO_NOT_RETRY = 78
+# Never 0: Kubernetes would take the pod for finished and not replace it.
+EXIT_LEFT = 143
 # How long a worker has to end by itself when its node starts anew.
 STOP_TIMEOUT_S = 3
-# A worker that exits with this says that starting it again is of no use.
-EXIT_DO_NOT_RETRY = 78
+# So much of the grace time is for the last write.
+LEAVE_S = 2.0
+# How long a worker that hangs has to tell its stacks.
+STACKS_S = 1.0
+STACKS_SIGNAL = signal.SIGUSR2
+POLL_S = 0.05
 LOOPBACK = "127.0.0.1"
 
 _log = logging.getLogger(__name__)
@@ -60,6 +73,8 @@ class NoRendezvous(RendezvousHandler):
 
 
 class InPlaceAgent(LocalElasticAgent):
+    """`exit_code` says how it ended, once `run` has returned."""
+
     def __init__(
         self,
         node: InPlaceNode,
@@ -68,69 +83,144 @@ class InPlaceAgent(LocalElasticAgent):
         logs_specs: LogsSpecs,
         start_method: str,
         log_line_prefix_template: str | None,
-        shutdown_timeout: int,
+        grace_s: float,
     ) -> None:
         super().__init__(
             spec=spec,
             logs_specs=logs_specs,
             start_method=start_method,
             log_line_prefix_template=log_line_prefix_template,
-            shutdown_timeout=shutdown_timeout,
+            shutdown_timeout=STOP_TIMEOUT_S,
         )
+        self.exit_code = EXIT_FAILED
         self._node = node
+        self._grace_s = grace_s
         self._has_started = False
-        self.exit_code = 0
+        self._signals: list[int] = []
+        self._last_raised = ""
+        self._exit_early = 0
+
+    # --- what torch's agent calls -----------------------------------------------------------------------------
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Workers start with a world of their own node; the job's ranks reach them with each generation."""
-        spec = worker_group.spec
-        size = spec.local_world_size
-        worker_group.workers = [
+        group: Any = worker_group
+        size = group.spec.local_world_size
+        group.workers = [
             Worker(local_rank=rank, global_rank=rank, role_rank=rank, world_size=size, role_world_size=size)
             for rank in range(size)
         ]
-        worker_group.store = HashStore()
-        worker_group.group_rank = 0
-        worker_group.group_world_size = 1
-        worker_group.master_addr = LOOPBACK
-        worker_group.master_port = _free_port()
+        group.store = HashStore()
+        group.group_rank, group.group_world_size = 0, 1
+        group.master_addr, group.master_port = LOOPBACK, _free_port()
         self._node.workers_start(is_first=not self._has_started)
         self._has_started = True
 
-    def _stop_workers(self, worker_group: WorkerGroup, *arguments: Any, **others: Any) -> None:
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        # torch has just set handlers that raise wherever the agent is; ours only take note.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda received, _: self._signals.append(received))
+        return started
+
+    def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
         self._shutdown(death_sig=signal.SIGTERM, timeout=STOP_TIMEOUT_S)
 
     def _invoke_run(self, role: str = "default") -> RunResult:
-        group, spec = self._worker_group, self._worker_group.spec
+        group: Any = self._worker_group
         self._initialize_workers(group)
         while True:
-            time.sleep(spec.monitor_interval)
-            result = self._monitor_workers(group)
+            time.sleep(group.spec.monitor_interval)
+            result: RunResult = self._monitor_workers(group)
             group.state = result.state
-            if result.state is WorkerState.SUCCEEDED:
-                self._node.finish(is_success=True, reason="training is done")
+            if self._is_over(result) or (self._signals and self._leave()):
+                self._stop_workers(group)
                 return result
-            status = self._node.status
-            if status.error is not None:
-                self._stop_workers(group)
-                raise status.error
-            if status.ended is not None:
-                self._stop_workers(group)
-                self.exit_code = 0 if status.ended.is_success else 1
-                return RunResult(state=WorkerState.SUCCEEDED)
             if result.state in (WorkerState.UNHEALTHY, WorkerState.FAILED):
-                if self._remaining_restarts <= 0:
+                if not self._may_restart(result):
                     self._stop_workers(group)
-                    group.state = WorkerState.FAILED
                     return result
-                self._remaining_restarts -= 1
-                _log.warning("workers start anew; %s more times", self._remaining_restarts)
                 self._restart_workers(group)
+            else:
+                self._end_hang()
+
+    # --- how it ends ------------------------------------------------------------------------------------------
+
+    def _is_over(self, result: RunResult) -> bool:
+        status = self._node.status
+        if status.error is not None:
+            self._stop_workers(self._worker_group)
+            raise status.error
+        if result.state is WorkerState.SUCCEEDED:
+            self._node.finish(Closing(True, "training is done"))
+            self.exit_code = EXIT_DONE
+            return True
+        if status.ended is None:
+            return False
+        _log.warning("the job is over: %s", status.ended.reason)
+        if status.ended.is_success:
+            self.exit_code = EXIT_DONE
+        else:
+            self.exit_code = EXIT_DO_NOT_RETRY if status.ended.is_hopeless else EXIT_FAILED
+        return True
+
+    def _leave(self) -> bool:
+        """Go on purpose. What the node did since the last global round goes along if there is time for it."""
+        self.exit_code = EXIT_LEFT
+        deadline_s = time.monotonic() + self._grace_s - LEAVE_S
+        _log.warning("leaving on %s", signal.Signals(self._signals[0]).name)
+        self._node.drain()
+        while not self._node.is_drained and time.monotonic() < deadline_s and len(self._signals) < 2:
+            time.sleep(POLL_S)
+        if not self._node.is_drained:
+            _log.warning("there was no time for one more round: what this node did since the last one is lost")
+        self._node.leave(timeout_s=LEAVE_S)
+        return True
+
+    def _may_restart(self, result: RunResult) -> bool:
+        """Whether the workers start anew. Progress gives back what failures took, unless they are all alike."""
+        codes = [failure.exitcode for failure in result.failures.values()]
+        raised, spec = self._node.raised, self._worker_group.spec
+        is_same = bool(raised) and raised == self._last_raised
+        if self._node.has_stepped and not is_same:
+            self._remaining_restarts = spec.max_restarts
+        self._last_raised = raised
+        if EXIT_DO_NOT_RETRY in codes:
+            return self._give_up(f"a worker exited with {EXIT_DO_NOT_RETRY}: do not retry", is_hopeless=True)
+        if self._remaining_restarts <= 0:
+            what = raised or f"the workers exited with {codes}"
+            return self._give_up(what, is_hopeless=is_same or not raised and not self._node.has_stepped)
+        self._remaining_restarts -= 1
+        _log.warning(
+            "the workers start anew (%s); %s more times without progress", codes, self._remaining_restarts
+        )
+        return True
+
+    def _give_up(self, why: str, *, is_hopeless: bool) -> bool:
+        """This node cannot go on. A script that fails in the same way every time fails everywhere."""
+        _log.error("this node gives up: %s", why)
+        if is_hopeless:
+            self.exit_code = EXIT_DO_NOT_RETRY
+            self._node.finish(Closing(False, why, is_hopeless=True))
+        else:
+            self.exit_code = EXIT_FAILED
+            self._node.leave(timeout_s=LEAVE_S)
+        return False
+
+    def _end_hang(self) -> None:
+        """Kill a worker that hangs, after it has told where; what follows is as with any dead worker."""
+        hung = self._node.hung_worker()
+        if hung is None:
+            return
+        local_rank, process_id, seconds = hung
+        _log.error("worker %s (process %s) made no step for %.0f s: killed", local_rank, process_id, seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process_id, STACKS_SIGNAL)
+            time.sleep(STACKS_S)
+            os.kill(process_id, signal.SIGKILL)
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.create_server((LOOPBACK, 0)) as sock:
         port: int = sock.getsockname()[1]
         return port

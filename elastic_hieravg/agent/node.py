@@ -7,28 +7,31 @@ only while every one of its workers is connected and ready.
 
 import logging
 import threading
-from collections.abc import Callable
-from functools import partial
+import time
 
 from elastic_hieravg.agent.channel import WorkerChannel
+from elastic_hieravg.agent.hangs import Pulse
+from elastic_hieravg.membership.decisions import Policy
 from elastic_hieravg.membership.embedded import EmbeddedServer
 from elastic_hieravg.membership.kv import KeyValue
 from elastic_hieravg.membership.local import (
     Broken,
     Bye,
+    Drain,
+    Drained,
     Entered,
     Fence,
     Follow,
     FromWorker,
     Hello,
     Progress,
+    Raised,
     Ready,
     Stop,
 )
 from elastic_hieravg.membership.messages import Adopted, Candidate, Ended, Failed, Fenced, Notice, Warned
 from elastic_hieravg.membership.records import Closing, StoreOffer
 from elastic_hieravg.membership.service import Membership, Status, StoreAway, StoreBack
-from elastic_hieravg.membership.decisions import Policy
 
 POLL_S = 1.0
 CLOSE_TIMEOUT_S = 10.0
@@ -47,7 +50,9 @@ class InPlaceNode:
         run_id: str,
         policy: Policy,
         lease_ttl_s: float,
+        hang_timeout_s: float | None = None,
     ) -> None:
+        self._hang_timeout_s = hang_timeout_s
         self._policy = policy
         self._address = candidate.address
         self._slots = candidate.slots
@@ -56,7 +61,10 @@ class InPlaceNode:
         self._entered: dict[int, int] = {}
         self._done: set[int] = set()
         self._pids: dict[int, int] = {}
-        self._steps: dict[int, Progress] = {}
+        self._pulses: dict[int, Pulse] = {}
+        self._drained: set[int] = set()
+        self._raised = ""
+        self._has_stepped = False
         self._told = 0
         self._closed = threading.Event()
         self._groups = EmbeddedServer(candidate.address, 0, run_id="groups")
@@ -81,14 +89,53 @@ class InPlaceNode:
             self._entered.clear()
             self._done.clear()
             self._pids.clear()
+            self._pulses.clear()
+            self._raised, self._has_stepped = "", False
             if not is_first:
                 self._renew()
 
-    def finish(self, *, is_success: bool, reason: str) -> bool:
+    @property
+    def raised(self) -> str:
+        """The traceback with which the training script ended, if it did."""
+        return self._raised
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the workers have made a step since they started."""
+        return self._has_stepped
+
+    def hung_worker(self) -> tuple[int, int, float] | None:
+        """A worker that hangs: its local rank, its process id, and for how long it has stood still."""
+        now_s = time.monotonic()
+        with self._lock:
+            for local_rank, pulse in self._pulses.items():
+                process_id = self._pids.get(local_rank)
+                if process_id is not None and pulse.hangs(now_s):
+                    return local_rank, process_id, pulse.stands_still_s(now_s)
+        return None
+
+    def finish(self, closing: Closing) -> bool:
         """The job is over for everybody."""
-        return self._membership.end_job(Closing(is_success, reason), timeout_s=CLOSE_TIMEOUT_S)
+        return self._membership.end_job(closing, timeout_s=CLOSE_TIMEOUT_S)
+
+    def drain(self) -> None:
+        """This node is about to leave: have everybody meet for one more round, with its work in it."""
+        if self._membership.status.is_listed and self._entered:
+            self._channel.tell(Drain())
+            self._membership.ask_round()
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether everything this node did is in the others' models, or nothing can be."""
+        status = self._membership.status
+        is_in = status.is_listed and status.adopted is not None and bool(self._entered)
+        is_alone = status.adopted is not None and len(status.adopted.generation.members) == 1
+        return not is_in or is_alone or len(self._drained) == self._slots
 
     def leave(self, *, timeout_s: float) -> bool:
+        """Go on purpose; True once a generation without this node is written, or nobody is left to."""
+        if self.status.num_others == 0:
+            return True
         return self._membership.leave(timeout_s=timeout_s)
 
     def close(self) -> None:
@@ -115,8 +162,14 @@ class InPlaceNode:
                         self._membership.enter(min(self._entered.values()))
                 case Broken(group):
                     self._membership.report_broken(group)
-                case Progress():
-                    self._steps[local_rank] = message
+                case Progress(step, is_excused):
+                    pulse = self._pulses.setdefault(local_rank, Pulse(self._hang_timeout_s))
+                    pulse.report(time.monotonic(), step=step, is_excused=is_excused)
+                    self._has_stepped |= step > 0 and not is_excused
+                case Drained():
+                    self._drained.add(local_rank)
+                case Raised(text):
+                    self._raised = text
                 case Bye():
                     self._done.add(local_rank)
 
@@ -166,7 +219,7 @@ class InPlaceNode:
     def _follow(self) -> None:
         """Tell the workers of a generation as soon as its group store is known."""
         while not self._closed.is_set():
-            if self._membership.wait(partial(self._is_new), timeout_s=POLL_S):
+            if self._membership.wait(self._is_new, timeout_s=POLL_S):
                 self._tell(self._membership.status)
 
     def _is_new(self, status: Status) -> bool:

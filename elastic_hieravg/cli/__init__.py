@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from elastic_hieravg import __version__
-from elastic_hieravg.cli import plan
+from elastic_hieravg.cli import plan, run
 from elastic_hieravg.errors import HierAvgError, InputError
 
 EXIT_FAILED = 1
@@ -28,9 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"hieravg {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     plan.add_parser(commands)
-    parsed = parser.parse_args(arguments)
+    run.add_parser(commands)
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _run(parsed)
+        if given[:1] == ["run"]:
+            return run.main(given[1:])
+        return _run(parser.parse_args(given))
     except HierAvgError as exc:
         print(f"hieravg: {exc}", file=sys.stderr)
         return EXIT_USAGE if isinstance(exc, InputError) else EXIT_FAILED

@@ -157,6 +157,8 @@ def _choose(now_s: float, view: View, policy: Policy) -> Decision | _Due:
         return _shrink(now_s, view, policy, generation)
     if view.broken:
         return _rebuild(now_s, view, policy, generation)
+    if _asking(view, generation):
+        return _meet(now_s, view, policy, generation)
     if _newcomers(view, generation):
         return _grow(now_s, view, policy, generation)
     if generation.hold:
@@ -212,6 +214,15 @@ def _rebuild(now_s: float, view: View, policy: Policy, generation: Generation) -
     members = tuple(node.node_id for node in generation.members)
     reason = f"{groups} failed and nobody was lost"
     return _Due(Proposal(Kind.REBUILD, members, reason, generation.hold), due_s)
+
+
+def _meet(now_s: float, view: View, policy: Policy, generation: Generation) -> Decision | _Due:
+    """The same members once more, for the sake of a round that everybody agrees on."""
+    asking = _asking(view, generation)
+    members = tuple(node.node_id for node in generation.members)
+    reason = f"{_named(asking)} {'asks' if len(asking) == 1 else 'ask'} for a round before leaving"
+    since_s = min(live.since_s for live in asking.values())
+    return _Due(Proposal(Kind.ROUND, members, reason, generation.hold), min(now_s, since_s))
 
 
 def _grow(now_s: float, view: View, policy: Policy, generation: Generation) -> Decision | _Due:
@@ -304,6 +315,15 @@ def _newcomers(view: View, generation: Generation) -> dict[str, Live]:
         node_id: live
         for node_id, live in view.nodes.items()
         if is_usable(live) and not generation.lists(live.record.node)
+    }
+
+
+def _asking(view: View, generation: Generation) -> dict[str, Live]:
+    """Members that ask for a round and have not been given a generation for it yet."""
+    return {
+        node_id: live
+        for node_id, live in view.nodes.items()
+        if live.record.asked >= generation.number and generation.lists(live.record.node)
     }
 
 

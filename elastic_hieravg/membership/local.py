@@ -44,10 +44,22 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far it is. `is_quiet`: it said that it makes no steps for a while."""
+    """How far it is. `is_excused`: it makes no steps for a reason: it waits for others, or it said so."""
 
     step: int
-    is_quiet: bool
+    is_excused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """It made its part of the last global round of a node that leaves, and waits for its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """The training script ended with an exception, told as it would be printed."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +87,11 @@ class Fence:
 
 
 @dataclass(frozen=True, slots=True)
+class Drain:
+    """The node leaves: one more global round, in the next generation that is made for it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """The job is over."""
 
@@ -82,8 +99,8 @@ class Stop:
     reason: str
 
 
-FromWorker = Hello | Ready | Entered | Broken | Progress | Bye
-FromAgent = Follow | Fence | Stop
+FromWorker = Hello | Ready | Entered | Broken | Progress | Drained | Raised | Bye
+FromAgent = Follow | Fence | Drain | Stop
 
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind

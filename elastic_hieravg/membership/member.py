@@ -78,7 +78,7 @@ class Member:
         self._state = NodeState.JOINING
         self._incarnations = {self.node.incarnation}
         self._was_registered = False
-        self._seen = self._seen_told = self._entered = 0
+        self._seen = self._seen_told = self._entered = self._asked = 0
         self._leases: dict[Lease, int] = {}
         self._dead: set[str] = set()
         self._accusations: dict[str, tuple[float, str]] = {}
@@ -158,6 +158,10 @@ class Member:
     def renew(self, *, is_ready: bool) -> None:
         """The node's workers start anew: it is out, and comes back as another incarnation."""
         self._start_anew(NodeState.READY if is_ready else NodeState.JOINING)
+
+    def ask_round(self) -> None:
+        """Have everybody meet for one more global round, in a generation of its own."""
+        self._asked = self._seen
 
     def leave(self) -> None:
         self._state = NodeState.LEAVING
@@ -318,7 +322,7 @@ class Member:
     def _start_anew(self, state: NodeState) -> None:
         self._state = state
         self._was_registered = False
-        self._entered = 0
+        self._entered = self._asked = 0
         self._seen_told = self._seen
         self.node = replace(self.node, incarnation=self._new_incarnation())
         self._incarnations.add(self.node.incarnation)
@@ -357,7 +361,13 @@ class Member:
     def _write_record(self) -> Write | None:
         candidate, key = self._candidate, self.mirror.keys.node(self.node.node_id)
         wanted = NodeRecord(
-            self.node, self._state, candidate.address, candidate.port, self._seen_told, self._entered
+            self.node,
+            self._state,
+            candidate.address,
+            candidate.port,
+            seen=self._seen_told,
+            entered=self._entered,
+            asked=self._asked,
         )
         if self._own() == wanted:
             return None

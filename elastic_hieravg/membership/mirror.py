@@ -235,8 +235,8 @@ class Mirror:
         return refusal.reason if refusal else None
 
 
-def _state(record: NodeRecord) -> tuple[str, NodeState]:
-    return record.node.incarnation, record.state
+def _state(record: NodeRecord) -> tuple[str, NodeState, int]:
+    return record.node.incarnation, record.state, record.asked
 
 
 def _keep(found: dict[str, R], name: str, entry: Entry | None, read: Callable[[str], R]) -> None:

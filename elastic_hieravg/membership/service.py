@@ -261,7 +261,9 @@ class Membership:
         except StoreError as exc:
             answer = self._no_answer(exc)
         else:
-            self._store_answered()
+            # Asking the watch to begin anew is no question to the store.
+            if not isinstance(answer, Refreshed):
+                self._store_answered()
         return answer
 
     def _make(self, request: Request) -> Answer:

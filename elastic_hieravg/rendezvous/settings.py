@@ -77,19 +77,19 @@ def read_settings(
 ) -> Settings:
     """What torchrun was told; a `UsageError` with everything that is wrong."""
     texts = {key: str(value) for key, value in conf.items() if key not in IGNORED}
-    problems = [*_key_problems(texts)]
+    problems = [*key_problems(texts)]
     if not run_id or run_id == "none":
         problems.append(Problem(f"the run id is {run_id!r}", "give every job its own: --rdzv-id=job7"))
     numbers = {
-        "lease_ttl_s": _seconds(texts, "lease_ttl_s", LEASE_TTL_S, at_least=LEASE_TTL_MIN_S),
-        "join_timeout": _seconds(texts, "join_timeout", JOIN_TIMEOUT_S, at_least=1.0),
-        "last_call_timeout": _seconds(texts, "last_call_timeout", LAST_CALL_TIMEOUT_S, at_least=0.0),
+        "lease_ttl_s": seconds_of(texts, "lease_ttl_s", LEASE_TTL_S, at_least=LEASE_TTL_MIN_S),
+        "join_timeout": seconds_of(texts, "join_timeout", JOIN_TIMEOUT_S, at_least=1.0),
+        "last_call_timeout": seconds_of(texts, "last_call_timeout", LAST_CALL_TIMEOUT_S, at_least=0.0),
     }
     problems += [number for number in numbers.values() if isinstance(number, Problem)]
-    etcd = _gather(lambda: _etcd_settings(endpoint, texts), problems)
+    etcd = gather(lambda: etcd_settings(endpoint, texts), problems)
     node_id = texts.get("node_id", host_name())
-    node = _gather(lambda: Node(node_id, 1, read_node_labels()), problems)
-    job = _gather(lambda: Job(nodes_min, nodes_max, HIERARCHY, Mode.RESTART), problems)
+    node = gather(lambda: Node(node_id, 1, read_node_labels()), problems)
+    job = gather(lambda: Job(nodes_min, nodes_max, HIERARCHY, Mode.RESTART), problems)
     raise_if_any(UsageError, problems)
     assert etcd is not None
     assert node is not None
@@ -123,7 +123,7 @@ def address_towards(endpoint: str) -> str:
         ) from exc
 
 
-def _etcd_settings(endpoint: str, texts: Mapping[str, str]) -> EtcdSettings:
+def etcd_settings(endpoint: str, texts: Mapping[str, str]) -> EtcdSettings:
     endpoints = [each.strip() for each in endpoint.split(",") if each.strip()]
     password_file = texts.get("password_file")
     paths = {key: Path(texts[key]) for key in ("cacert", "cert", "key") if key in texts}
@@ -139,7 +139,7 @@ def _has_no_port(endpoint: str) -> bool:
     return ":" not in endpoint or (endpoint.startswith("[") and endpoint.endswith("]"))
 
 
-def _gather(make: Callable[[], T], problems: list[Problem]) -> T | None:
+def gather(make: Callable[[], T], problems: list[Problem]) -> T | None:
     """What is made, or None and one more thing that is wrong."""
     try:
         return make()
@@ -148,7 +148,7 @@ def _gather(make: Callable[[], T], problems: list[Problem]) -> T | None:
         return None
 
 
-def _key_problems(texts: Mapping[str, str]) -> Iterator[Problem]:
+def key_problems(texts: Mapping[str, str]) -> Iterator[Problem]:
     for key in texts:
         if key in REPLACED:
             yield Problem(f"--rdzv-conf has {key}, which the backend etcd3 does not have", REPLACED[key])
@@ -156,7 +156,7 @@ def _key_problems(texts: Mapping[str, str]) -> Iterator[Problem]:
             yield Problem(f"--rdzv-conf has {key}, which is unknown", f"there are {', '.join(KEYS)}")
 
 
-def _seconds(texts: Mapping[str, str], key: str, default: float, *, at_least: float) -> float | Problem:
+def seconds_of(texts: Mapping[str, str], key: str, default: float, *, at_least: float) -> float | Problem:
     text = texts.get(key)
     if text is None:
         return default

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable
 from elastic_hieravg.averaging.averager import HierarchicalAverager
 from elastic_hieravg.errors import InDoubtError, MembershipError, PeerLostError, Problem
-from elastic_hieravg.membership.local import Broken, Entered, FromWorker, Stop
+from elastic_hieravg.membership.local import Broken, Drained, Entered, FromWorker, Stop
 from elastic_hieravg.membership.messages import Adopted
 from elastic_hieravg.membership.opening import Opening
+from elastic_hieravg.membership.records import Kind
 from elastic_hieravg.plan import GroupKey, PlannedLevel
 from elastic_hieravg.worker.generations import Generations
 
@@ -48,6 +49,8 @@ class ElasticAverager:
         self._is_ending = False
         self._is_ended = False
         self._is_fenced = False
+        self._is_draining = False
+        self._is_busy = False
         self._stopped: Stop | None = None
         self._current: Adopted | None = None
         self._dead_since: int | None = None
@@ -66,7 +69,9 @@ class ElasticAverager:
             )
         self._engine.count(num_samples)
         if self._has_news or self._engine.is_due:
+            self._is_busy = True
             self._at_boundary()
+            self._is_busy = False
 
     @property
     def step_count(self) -> int:
@@ -78,6 +83,11 @@ class ElasticAverager:
         return self._is_ended
 
     @property
+    def is_busy(self) -> bool:
+        """Whether it is in a round, or waits for others: then no step can be made."""
+        return self._is_busy
+
+    @property
     def rank(self) -> int:
         return self._engine.rank
 
@@ -87,7 +97,9 @@ class ElasticAverager:
 
     def join(self) -> None:
         """Wait until this rank is in the job and has the model."""
+        self._is_busy = True
         self._await_model()
+        self._is_busy = False
 
     def finish(self) -> None:
         """The training loop has ended: have the last global round with everybody."""
@@ -121,6 +133,10 @@ class ElasticAverager:
         self._is_fenced = True
         self.generations.fenced()
         self.wake()
+
+    def drain(self) -> None:
+        """The node leaves after the round that is made for it."""
+        self._is_draining = True
 
     def stop(self, stop: Stop) -> None:
         self._stopped = stop
@@ -170,7 +186,7 @@ class ElasticAverager:
             Opening(
                 step,
                 holds_model=self._holds_model,
-                wants_round=self._lost_round,
+                wants_round=self._lost_round or self.generations.newest_kind is Kind.ROUND,
                 committed=self._engine.rounds_committed(),
             )
         )
@@ -219,6 +235,7 @@ class ElasticAverager:
             assert engine.agreed is not None
             self._is_ended |= engine.agreed.is_ending
         self.num_committed += 1
+        self._leave_if_drained()
         return True
 
     def _failed(self, level: PlannedLevel, *, in_doubt: bool = False) -> bool:
@@ -257,6 +274,12 @@ class ElasticAverager:
     def _own_key(self, level: PlannedLevel) -> list[GroupKey]:
         key = self._engine.key_of(level)
         return [] if key is None else [key]
+
+    def _leave_if_drained(self) -> None:
+        """What this rank did is in the others' models now; a further step would be lost."""
+        if self._is_draining and self._current is not None and self._current.generation.kind is Kind.ROUND:
+            self._tell(Drained())
+            self._wait(lambda: False, timeout_s=math.inf)
 
     def _hold(self) -> None:
         """Wait while the job has too few nodes, or does not fit its hierarchy."""

@@ -20,7 +20,7 @@ from elastic_hieravg.membership.local import Follow
 from elastic_hieravg.membership.messages import Adopted
 from elastic_hieravg.membership.opening import Entry, Opening, entry_of, read_opening
 from elastic_hieravg.membership.proposing import plan_generation
-from elastic_hieravg.membership.records import read_generation, read_job
+from elastic_hieravg.membership.records import Kind, read_generation, read_job
 from elastic_hieravg.plan import GroupKey, Member
 from elastic_hieravg.rendezvous.group_store import GroupStore
 
@@ -125,6 +125,11 @@ class Generations:
     def newest_number(self) -> int:
         way = self._way
         return way.adopted.generation.number if way else 0
+
+    @property
+    def newest_kind(self) -> Kind | None:
+        way = self._way
+        return way.adopted.generation.kind if way else None
 
     @property
     def is_opening_wanted(self) -> bool:

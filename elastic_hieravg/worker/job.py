@@ -4,8 +4,11 @@ Under `hieravg run` the agent tells of every generation; alone, the job is a wor
 the block normally ends with all replicas alike; leaving it by an exception does not wait for anybody.
 """
 
+import faulthandler
 import logging
+import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -19,7 +22,18 @@ from elastic_hieravg.averaging.averager import HierarchicalAverager
 from elastic_hieravg.config import WorkerPlace, read_worker_place
 from elastic_hieravg.errors import MembershipError, Problem
 from elastic_hieravg.events import Observe, ignore
-from elastic_hieravg.membership.local import Bye, Fence, Follow, FromAgent, FromWorker, Progress, Ready, Stop
+from elastic_hieravg.membership.local import (
+    Bye,
+    Drain,
+    Fence,
+    Follow,
+    FromAgent,
+    FromWorker,
+    Progress,
+    Raised,
+    Ready,
+    Stop,
+)
 from elastic_hieravg.membership.messages import Adopted
 from elastic_hieravg.plan import Hierarchy, Node, Plan, Topology, fit
 from elastic_hieravg.worker.averager import ElasticAverager
@@ -27,6 +41,10 @@ from elastic_hieravg.worker.link import AgentLink
 
 # How often the agent is told how far this worker is.
 PROGRESS_S = 0.5
+# So much of a traceback is told to the agent.
+RAISED_MAX = 16_000
+# The agent asks for every thread's stack with this before it kills a worker that hangs.
+STACKS_SIGNAL = signal.SIGUSR2
 # A rank without a generation is alone: nothing is ever due.
 _ALONE = Hierarchy.parse("global=1")
 
@@ -139,6 +157,7 @@ class Job:
 
     def __enter__(self) -> Self:
         if self._place.socket is not None:
+            faulthandler.register(STACKS_SIGNAL, all_threads=True, chain=True)
             self._link = AgentLink(
                 self._place.socket,
                 token=self._place.token,
@@ -157,6 +176,8 @@ class Job:
                 if self._averager is not None:
                     self._averager.finish()
                 self._tell(Bye())
+            elif isinstance(error, Exception):
+                self._tell(Raised("".join(traceback.format_exception(error))[-RAISED_MAX:]))
         finally:
             self._close()
 
@@ -191,6 +212,8 @@ class Job:
                 averager.generations.follow(message)
             case Fence():
                 averager.fence()
+            case Drain():
+                averager.drain()
             case Stop():
                 averager.stop(message)
 
@@ -205,7 +228,9 @@ class Job:
     def _report(self) -> None:
         told = None
         while not self._closed.wait(PROGRESS_S):
-            progress = Progress(self.step, is_quiet=bool(self._num_quiet) or self._averager is None)
+            averager = self._averager
+            is_excused = bool(self._num_quiet) or averager is None or averager.is_busy
+            progress = Progress(self.step, is_excused=is_excused)
             if progress != told:
                 self._tell(progress)
                 told = progress

@@ -1,0 +1,46 @@
+"""Whether a worker hangs: it makes no step for much longer than its own steps take. Pure.
+
+Liveness is progress: a worker whose threads answer and whose loop stands still hangs. Time in which it waits for
+others, or said that it makes no steps, does not count.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+# However fast its steps are, a worker may stand still for so long.
+FLOOR_S = 30.0
+# So many times its slowest step of late.
+STEPS = 10.0
+REMEMBERED = 64
+
+
+@dataclass(slots=True)
+class Pulse:
+    """What one worker's reports say. `timeout_s`: what somebody asked for, None for its own measure."""
+
+    timeout_s: float | None = None
+    _step: int = -1
+    _since_s: float | None = None
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+
+    def report(self, now_s: float, *, step: int, is_excused: bool) -> None:
+        """Several steps may lie between two reports: then each took its part of the time."""
+        if is_excused:
+            self._since_s = None
+        elif step != self._step or self._since_s is None:
+            if self._since_s is not None and step > self._step >= 0:
+                self._seconds.append((now_s - self._since_s) / (step - self._step))
+            self._since_s = now_s
+        self._step = step
+
+    def limit_s(self) -> float:
+        if self.timeout_s is not None:
+            return self.timeout_s
+        return max(FLOOR_S, STEPS * max(self._seconds, default=0.0))
+
+    def stands_still_s(self, now_s: float) -> float:
+        """For how long it has stood still without excuse."""
+        return 0.0 if self._since_s is None else now_s - self._since_s
+
+    def hangs(self, now_s: float) -> bool:
+        return self.stands_still_s(now_s) > self.limit_s()

@@ -1,0 +1,152 @@
+"""What `hieravg run` was told, read into values. Everything wrong with it is told at once, at the start."""
+
+import secrets
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastic_hieravg.config import host_name, read_node_labels
+from elastic_hieravg.errors import Problem, UsageError, raise_if_any
+from elastic_hieravg.membership.decisions import Policy
+from elastic_hieravg.membership.etcd_client import EtcdSettings
+from elastic_hieravg.membership.messages import Candidate
+from elastic_hieravg.membership.records import Job, Mode
+from elastic_hieravg.plan import Hierarchy, Node
+from elastic_hieravg.plan.fitting import ON_MISFIT
+from elastic_hieravg.rendezvous.settings import (
+    IGNORED,
+    JOIN_TIMEOUT_S,
+    LAST_CALL_TIMEOUT_S,
+    LEASE_TTL_MIN_S,
+    address_towards,
+    etcd_settings,
+    gather,
+    key_problems,
+    seconds_of,
+)
+
+EMBEDDED, ETCD = "c10d", "etcd3"
+# The port that torch's own c10d backend takes too.
+DEFAULT_PORT = 29400
+HANG_TIMEOUT_MIN_S = 1.0
+# What is said with flags of its own, not with --rdzv-conf.
+FLAGS = {"lease_ttl_s": "--lease-ttl-s", "node_id": "--node-id"}
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """The store that the first agent serves at its endpoint."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """`hang_timeout_s` is None if it follows the worker's own steps."""
+
+    run_id: str
+    store: Embedded | EtcdSettings
+    policy: Policy
+    candidate: Candidate
+    lease_ttl_s: float
+    grace_s: float
+    hang_timeout_s: float | None
+
+
+def read_run_settings(
+    flags: Namespace, *, nodes_min: int, nodes_max: int, slots: int, conf: Mapping[str, object]
+) -> RunSettings:
+    """`flags` are those of `hieravg run`, as its parser gives them."""
+    texts = {key: str(value) for key, value in conf.items() if key not in IGNORED}
+    problems: list[Problem] = [
+        Problem(f"--rdzv-conf has {key}", f"say it with {FLAGS[key]}") for key in texts if key in FLAGS
+    ]
+    texts = {key: value for key, value in texts.items() if key not in FLAGS}
+    problems += key_problems(texts)
+    given = {name: getattr(flags, name) for name in ("lease_ttl_s", "grace_s", "hang_timeout_s")}
+    numbers = texts | {name: str(value) for name, value in given.items() if value is not None}
+    read = {
+        "lease_ttl_s": seconds_of(numbers, "lease_ttl_s", 0.0, at_least=LEASE_TTL_MIN_S),
+        "grace_s": seconds_of(numbers, "grace_s", 0.0, at_least=0.0),
+        "hang_timeout_s": seconds_of(numbers, "hang_timeout_s", 0.0, at_least=HANG_TIMEOUT_MIN_S),
+        "join_timeout": seconds_of(numbers, "join_timeout", JOIN_TIMEOUT_S, at_least=1.0),
+        "last_call_timeout": seconds_of(numbers, "last_call_timeout", LAST_CALL_TIMEOUT_S, at_least=0.0),
+    }
+    problems += [each for each in read.values() if isinstance(each, Problem)]
+    seconds = {name: each for name, each in read.items() if isinstance(each, float)}
+    store = gather(lambda: _store(flags, texts, nodes_max=nodes_max), problems)
+    job = gather(lambda: _job(flags, nodes_min=nodes_min, nodes_max=nodes_max), problems)
+    candidate = None if store is None else gather(lambda: _candidate(flags, store, slots=slots), problems)
+    raise_if_any(UsageError, problems)
+    assert store is not None
+    assert job is not None
+    assert candidate is not None
+    run_id = flags.rdzv_id if _has_run_id(flags) else secrets.token_hex(4)
+    return RunSettings(
+        run_id,
+        store,
+        Policy(job, join_settle_s=seconds["last_call_timeout"], pause_s=seconds["join_timeout"]),
+        candidate,
+        seconds["lease_ttl_s"],
+        seconds["grace_s"],
+        None if given["hang_timeout_s"] is None else seconds["hang_timeout_s"],
+    )
+
+
+def _has_run_id(flags: Namespace) -> bool:
+    return bool(flags.rdzv_id) and flags.rdzv_id != "none"
+
+
+def _store(flags: Namespace, texts: Mapping[str, str], *, nodes_max: int) -> Embedded | EtcdSettings:
+    if flags.rdzv_backend == ETCD:
+        if not _has_run_id(flags):
+            raise UsageError(Problem("there is no run id", "give every job its own: --rdzv-id=job7"))
+        return etcd_settings(flags.rdzv_endpoint, texts)
+    if flags.rdzv_backend != EMBEDDED:
+        raise UsageError(
+            Problem(
+                f"--rdzv-backend is {flags.rdzv_backend}",
+                f"take {EMBEDDED}, the store of the first agent, or {ETCD}",
+            )
+        )
+    if flags.standalone or (not flags.rdzv_endpoint and nodes_max == 1):
+        return Embedded("127.0.0.1", 0)
+    host, colon, port = flags.rdzv_endpoint.strip().rpartition(":")
+    if not colon:
+        host, port = port, str(DEFAULT_PORT)
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UsageError(
+            Problem(
+                f"--rdzv-endpoint is {flags.rdzv_endpoint!r}",
+                "give the first node's address, the same on every node: host:port; or --standalone",
+            )
+        )
+    return Embedded(host.strip("[]"), int(port))
+
+
+def _job(flags: Namespace, *, nodes_min: int, nodes_max: int) -> Job:
+    on_misfit = next((each for each in ON_MISFIT if each == flags.on_misfit), None)
+    if on_misfit is None:
+        raise UsageError(Problem(f"--on-misfit is {flags.on_misfit}", f"take {' or '.join(ON_MISFIT)}"))
+    if flags.membership not in list(Mode):
+        raise UsageError(Problem(f"--membership is {flags.membership}", f"take {' or '.join(Mode)}"))
+    try:
+        warmup_steps = int(flags.warmup_steps)
+    except ValueError as exc:
+        problem = Problem(f"--warmup-steps is {flags.warmup_steps}", "give a whole number of steps, 0 or more")
+        raise UsageError(problem) from exc
+    hierarchy = Hierarchy.parse(flags.hierarchy)
+    return Job(nodes_min, nodes_max, hierarchy, Mode(flags.membership), warmup_steps, on_misfit)
+
+
+def _candidate(flags: Namespace, store: Embedded | EtcdSettings, *, slots: int) -> Candidate:
+    if isinstance(store, EtcdSettings):
+        endpoint = store.endpoints[0]
+    else:
+        endpoint = f"{store.host}:{store.port or DEFAULT_PORT}"
+    node_id = flags.node_id or host_name()
+    # A node that cannot be is refused here, before anything is started.
+    node = Node(node_id, slots, read_node_labels(flags.label))
+    address = flags.local_addr or address_towards(endpoint)
+    return Candidate(node_id, node.slots, node.labels, address, 0, may_rename=not flags.node_id)
