@@ -51,7 +51,7 @@ SETTINGS = (
     OURS,
     Setting("c10d, tuned to 3 beats", "c10d", conf=f"{TUNED}3", variables=(FRESH,)),
     Setting("c10d, defaults, fresh stores", "c10d", variables=(FRESH,)),
-    Setting("c10d, tuned to 2 beats", "c10d", conf=f"{TUNED}2", variables=(FRESH,), num_repeats_max=1),
+    Setting("c10d, tuned to 2 beats", "c10d", conf=f"{TUNED}2", variables=(FRESH,)),
     Setting("c10d, defaults", "c10d", num_repeats_max=1),
 )
 
@@ -89,7 +89,7 @@ class Job:
         command += ["--nproc-per-node=1", f"--max-restarts={RESTARTS_MAX}", "--local-addr=127.0.0.1"]
         command += [f"--rdzv-backend={setting.backend}", f"--rdzv-endpoint={self._endpoint}"]
         command += [f"--rdzv-id={self._run_id}", *([f"--rdzv-conf={setting.conf}"] if setting.conf else [])]
-        command += [str(SCRIPT), str(self._told)]
+        command += [f"--log-dir={self._folder}", str(SCRIPT), str(self._told)]
         with (self._folder / f"agent{len(self.agents)}.log").open("wb") as log:
             self.agents.append(subprocess.Popen(command, stdout=log, stderr=log))
 
