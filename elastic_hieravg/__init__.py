@@ -1,10 +1,23 @@
 """elastic_hieravg: fault-tolerant training that averages models at several levels.
 
-What is importable here is pure: no torch, no socket, no logging is touched by importing it.
+Importing it is pure: no torch, no socket, no logging is touched. `join` and `Job` import torch when first used.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from elastic_hieravg.plan import Hierarchy, Level, Node, Plan, Topology, fit
 
+if TYPE_CHECKING:
+    from elastic_hieravg.worker import Job, join
+
 __version__ = "0.1.0"
 
-__all__ = ["Hierarchy", "Level", "Node", "Plan", "Topology", "__version__", "fit"]
+__all__ = ["Hierarchy", "Job", "Level", "Node", "Plan", "Topology", "__version__", "fit", "join"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Job", "join"):
+        from elastic_hieravg import worker  # noqa: PLC0415 - torch takes seconds, and planning needs none
+
+        return getattr(worker, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

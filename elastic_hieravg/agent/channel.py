@@ -1,7 +1,7 @@
 """The agent's end of the connections to its workers.
 
-One socket without a name in the file system, one thread for all of them. What a worker says and that its connection
-ended is told in that thread. Invariant: nobody is listened to who does not know the token.
+One socket without a name in the file system, one thread for all of them. What a worker says, and that its
+connection ended, is told in that thread. Invariant: nobody is listened to who does not know the token.
 """
 
 import contextlib

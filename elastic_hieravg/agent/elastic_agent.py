@@ -1,7 +1,7 @@
 """torch's elastic agent, with workers that keep running while the membership changes.
 
-All overrides of torch's private methods are in this file; torch is called with keyword arguments. The tests fail
-loudly when what is overridden changes. Checked against torch 2.13.
+All overrides of torch's private methods are in this file; torch is called with keyword arguments. The tests
+fail loudly when what is overridden changes. Checked against torch 2.13.
 """
 
 import contextlib
@@ -98,7 +98,6 @@ class InPlaceAgent(LocalElasticAgent):
         self._has_started = False
         self._signals: list[int] = []
         self._last_raised = ""
-        self._exit_early = 0
 
     # --- what torch's agent calls -----------------------------------------------------------------------------
 
@@ -135,7 +134,9 @@ class InPlaceAgent(LocalElasticAgent):
             group.state = result.state
             if self._is_over(result) or (self._signals and self._leave()):
                 self._stop_workers(group)
-                return result
+                is_done = result.state is WorkerState.SUCCEEDED
+                # To torch, workers that were stopped in the middle are unhealthy ones.
+                return result if is_done else RunResult(state=WorkerState.UNHEALTHY)
             if result.state in (WorkerState.UNHEALTHY, WorkerState.FAILED):
                 if not self._may_restart(result):
                     self._stop_workers(group)
@@ -189,7 +190,7 @@ class InPlaceAgent(LocalElasticAgent):
             return self._give_up(f"a worker exited with {EXIT_DO_NOT_RETRY}: do not retry", is_hopeless=True)
         if self._remaining_restarts <= 0:
             what = raised or f"the workers exited with {codes}"
-            return self._give_up(what, is_hopeless=is_same or not raised and not self._node.has_stepped)
+            return self._give_up(what, is_hopeless=is_same or not (raised or self._node.has_stepped))
         self._remaining_restarts -= 1
         _log.warning(
             "the workers start anew (%s); %s more times without progress", codes, self._remaining_restarts

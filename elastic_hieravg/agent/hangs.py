@@ -1,7 +1,7 @@
 """Whether a worker hangs: it makes no step for much longer than its own steps take. Pure.
 
-Liveness is progress: a worker whose threads answer and whose loop stands still hangs. Time in which it waits for
-others, or said that it makes no steps, does not count.
+Liveness is progress: a worker whose threads answer and whose loop stands still hangs. Time in which it waits
+for others, or said that it makes no steps, does not count.
 """
 
 from collections import deque

@@ -150,8 +150,6 @@ class InPlaceNode:
     def _heard(self, local_rank: int, process_id: int, message: FromWorker) -> None:
         with self._lock:
             match message:
-                case Hello():
-                    self._pids[local_rank] = process_id
                 case Ready():
                     self._ready.add(local_rank)
                     if len(self._ready) == self._slots:
@@ -162,16 +160,24 @@ class InPlaceNode:
                         self._membership.enter(min(self._entered.values()))
                 case Broken(group):
                     self._membership.report_broken(group)
-                case Progress(step, is_excused):
-                    pulse = self._pulses.setdefault(local_rank, Pulse(self._hang_timeout_s))
-                    pulse.report(time.monotonic(), step=step, is_excused=is_excused)
-                    self._has_stepped |= step > 0 and not is_excused
-                case Drained():
-                    self._drained.add(local_rank)
-                case Raised(text):
-                    self._raised = text
-                case Bye():
-                    self._done.add(local_rank)
+                case _:
+                    self._note(local_rank, process_id, message)
+
+    def _note(self, local_rank: int, process_id: int, message: FromWorker) -> None:
+        """What a worker says of itself, that nobody else needs to know."""
+        match message:
+            case Hello():
+                self._pids[local_rank] = process_id
+            case Progress(step, is_excused):
+                pulse = self._pulses.setdefault(local_rank, Pulse(self._hang_timeout_s))
+                pulse.report(time.monotonic(), step=step, is_excused=is_excused)
+                self._has_stepped |= step > 0 and not is_excused
+            case Drained():
+                self._drained.add(local_rank)
+            case Raised(text):
+                self._raised = text
+            case Bye():
+                self._done.add(local_rank)
 
     def _gone(self, local_rank: int, process_id: int) -> None:
         """A worker's connection ended. Known at once here; its exit code comes later."""

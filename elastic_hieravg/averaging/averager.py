@@ -88,7 +88,7 @@ class HierarchicalAverager:
         """Run a global round now, whatever is due. Collective over all ranks."""
         return self.run(self.plan.levels[-1]) if self.plan.levels else None
 
-    # --- one thing at a time, for whoever deals with lost ranks -------------------------------------------------
+    # --- one thing at a time, for whoever deals with lost ranks ---------------------------------------------
 
     def count(self, num_samples: float) -> None:
         """Count a step, and run nothing."""

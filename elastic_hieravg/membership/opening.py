@@ -1,7 +1,7 @@
 """How the ranks of a new generation agree on the step from which on they work in it. Pure.
 
-Each rank writes an opening once its groups are built, at a step boundary of its own, and does not pass the step
-it names before it knows everybody's. So the largest step named lies before nobody, and all enter there
+Each rank writes an opening once its groups are built, at a step boundary of its own, and does not pass the
+step it names before it knows everybody's. So nobody has passed the largest step named, and all enter there
 together: grown generations and shrunk ones by the same rule. Invariant: everybody who reads the openings of a
 generation comes to the same entry.
 """
@@ -16,8 +16,8 @@ from elastic_hieravg.plan.document import Fields, canonical_json, parse_json
 class Opening:
     """What a rank says before it enters a generation.
 
-    `step`: the first boundary at which it can enter; it waits there. `wants_round`: a round of its failed, or it
-    does not hold the model. `committed`: for each group, by its key's name, the last round whose result it took.
+    `step`: the first boundary at which it can enter; it waits there. `wants_round`: a round of its failed, or
+    one was asked for. `committed`: for each group, by its key's name, the last round whose result it took.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""The averager of a job whose nodes come and go: it enters generations, and a round that fails is a skipped round.
+"""The averager of a job whose nodes come and go: a round that fails is a skipped round.
 
 The engine counts and averages; `Generations` builds groups in the background. Here is what happens at a step
 boundary: post an opening, enter a generation, run what is due, and deal with a round that failed. The training
@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+
 from elastic_hieravg.averaging.averager import HierarchicalAverager
 from elastic_hieravg.errors import InDoubtError, MembershipError, PeerLostError, Problem
 from elastic_hieravg.membership.local import Broken, Drained, Entered, FromWorker, Stop
