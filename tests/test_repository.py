@@ -18,7 +18,7 @@ SOURCES = sorted(
 # What decides without acting. A list of what is allowed, because nobody can list all that reaches outside.
 PURE_MEMBERSHIP = (
     "decisions",
-    "entering",
+    "opening",
     "kv",
     "ledger",
     "member",

@@ -6,9 +6,11 @@ together: grown generations and shrunk ones by the same rule. Invariant: everybo
 generation comes to the same entry.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from elastic_hieravg.membership.messages import Adopted
+from elastic_hieravg.plan import GroupKey
 from elastic_hieravg.plan.document import Fields, canonical_json, parse_json
 
 
@@ -76,3 +78,18 @@ def entry_of(openings: Sequence[Opening]) -> Entry:
         any(opening.wants_round or not opening.holds_model for opening in openings),
         committed,
     )
+
+
+def replaced_keys(keys: Iterable[GroupKey], newest: Adopted) -> list[GroupKey]:
+    """Those groups that lost somebody, or are built anew: whoever waits in one waits in vain.
+
+    A group that only grows is used until the grown generation is entered.
+    """
+    incarnations = {(node.node_id, node.incarnation) for node in newest.generation.members}
+    listed = {key.members: key for key in newest.keys}
+    return [
+        key
+        for key in keys
+        if listed.get(key.members, key) != key
+        or not all((member.node_id, member.incarnation) in incarnations for member in key.members)
+    ]

@@ -157,13 +157,15 @@ class ElasticAverager:
             return
         if self._is_fenced:
             self._rejoin()
-        self._enter_if_time(can_wait=False)
+        # A held rank waits where it stands, and says so; one that goes on says where it will be.
         self._hold()
+        self._enter_if_time(can_wait=False)
         for _ in range(TRIES_MAX):
             if not self._engine.is_due or self._stopped is not None:
                 break
             if not self._run(self._engine.due_level()):
                 break
+        self._hold()
         # While a generation is on its way, every boundary is looked at.
         self._has_news |= self.generations.newest_number > self._number
 

@@ -18,14 +18,15 @@ from elastic_hieravg.errors import HierAvgError
 from elastic_hieravg.membership.embedded import EmbeddedKeyValue
 from elastic_hieravg.membership.local import Follow
 from elastic_hieravg.membership.messages import Adopted
-from elastic_hieravg.membership.opening import Entry, Opening, entry_of, read_opening
+from elastic_hieravg.membership.opening import Entry, Opening, entry_of, read_opening, replaced_keys
 from elastic_hieravg.membership.proposing import plan_generation
 from elastic_hieravg.membership.records import Kind, read_generation, read_job
-from elastic_hieravg.plan import GroupKey, Member
+from elastic_hieravg.plan import GroupKey
 from elastic_hieravg.rendezvous.group_store import GroupStore
 
 # How long everybody's groups and openings may take; a rank may be in the middle of a long step.
 OPENING_TIMEOUT_S = 600.0
+RETRY_S = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class Generations:
             self.give_up()
             self._way = way
         # Ranks that wait for somebody who is gone are woken; a group that grows is used until it is left.
-        self._engine.cut(_replaced(self._engine.keys, adopted))
+        self._engine.cut(replaced_keys(self._engine.keys, adopted))
         way.thread = threading.Thread(target=self._walk, args=(way,), name="hieravg-groups", daemon=True)
         way.thread.start()
 
@@ -167,22 +168,35 @@ class Generations:
     # --- the way ----------------------------------------------------------------------------------------------
 
     def _walk(self, way: _Way) -> None:
-        try:
-            self._go(way)
-        except (HierAvgError, RuntimeError, OSError) as exc:
-            with self.changed:
-                is_over = way.is_over
-                # The opening that was posted binds nobody any more.
-                way.opening, way.is_asked = None, False
-                self.changed.notify_all()
-            if not is_over:
-                _log.warning("generation %s cannot be entered: %s", way.adopted.generation.number, exc)
-                wanted = self._engine.own_keys(way.adopted.plan, rank=way.rank, keys=way.adopted.keys).values()
-                # What others may have, this rank has not; without a group to report, the widest one is it.
-                missing = [key for key in wanted if key not in (*self._engine.keys, *self._built)]
-                for key in missing or list(wanted)[-1:]:
-                    self._on_broken(key)
-            self._on_news()
+        """To the end of the way, or to its failure, of which the agent is told so that another one is made."""
+        while not way.is_over:
+            try:
+                self._go(way)
+            except (HierAvgError, RuntimeError, OSError) as exc:
+                if self._failed(way, exc):
+                    return
+                # Alone, there is nobody to make another generation for: it tries again.
+                time.sleep(RETRY_S)
+            else:
+                return
+
+    def _failed(self, way: _Way, error: Exception) -> bool:
+        """Report what this rank has not and others may have. False if there is nothing to report."""
+        with self.changed:
+            is_over = way.is_over
+            # The opening that was posted binds nobody any more.
+            way.opening, way.is_asked = None, False
+            self.changed.notify_all()
+        self._on_news()
+        if is_over:
+            return True
+        _log.warning("generation %s cannot be entered: %s", way.adopted.generation.number, error)
+        wanted = [*self._engine.own_keys(way.adopted.plan, rank=way.rank, keys=way.adopted.keys).values()]
+        missing = [key for key in wanted if key not in (*self._engine.keys, *self._built)]
+        # With all groups there it was the opening that failed: the widest group stands for it.
+        for key in missing or wanted[-1:]:
+            self._on_broken(key)
+        return bool(wanted)
 
     def _go(self, way: _Way) -> None:
         plan, number = way.adopted.plan, way.adopted.generation.number
@@ -245,14 +259,3 @@ class Generations:
             groups = [self._built.pop(key) for key in gone]
         for group in groups:
             group.close()
-
-
-def _replaced(keys: tuple[GroupKey, ...], adopted: Adopted) -> list[GroupKey]:
-    """Groups that have lost somebody, or that are built anew though their members are the same."""
-    incarnations = {(node.node_id, node.incarnation) for node in adopted.generation.members}
-    listed = {key.members: key for key in adopted.keys}
-
-    def is_whole(member: Member) -> bool:
-        return (member.node_id, member.incarnation) in incarnations
-
-    return [key for key in keys if not all(map(is_whole, key.members)) or listed.get(key.members, key) != key]

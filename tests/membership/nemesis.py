@@ -155,10 +155,15 @@ class Nemesis:
             return False
         self._world.log(f"{victim.node_id} leaves")
         victim.is_leaving = True
+        victim.member.ask_round()
+        victim.act()
+        victim.later(self._random.uniform(0.1, 2.0), lambda: self._go(victim))
+        return True
+
+    def _go(self, victim: Agent) -> None:
         victim.member.leave()
         victim.act()
         victim.later(1.0, lambda: self._leave(victim))
-        return True
 
     def _leave(self, victim: Agent) -> None:
         self._world.ledger.revoke(victim.member.own_lease)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from elastic_hieravg.membership import decisions, entering, member, mirror, proposing
+from elastic_hieravg.membership import decisions, member, mirror, opening, proposing
 from elastic_hieravg.membership.decisions import Policy, View
 from elastic_hieravg.membership.kv import Write
 from elastic_hieravg.membership.records import Generation, Kind, Mode
@@ -46,7 +46,11 @@ def check(stories: Sequence[Story]) -> Counter[str]:
 def test_small_clusters_keep_every_promise(first: int) -> None:
     stories = [run(seed, **settings_of(seed)) for seed in range(first, first + BATCH)]
     faults = check(stories)
-    kinds = {method.__name__ for method in nemesis.KINDS} | {"header missed", nemesis.FENCED_WRITING}
+    kinds = {method.__name__ for method in nemesis.KINDS} | {
+        "header missed",
+        "opening missed",
+        nemesis.FENCED_WRITING,
+    }
     assert faults.keys() == kinds, kinds - faults.keys()
     assert {kind for story in stories for kind in story.generations} == set(Kind)
     assert sum(story.entered_together for story in stories) > 100
@@ -158,17 +162,20 @@ def break_shrinking_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(decisions, "_shrink", greedy)
 
 
-def break_entering_alone(patch: pytest.MonkeyPatch) -> None:
-    """A rank that is alone waits for others to enter with."""
-    real = entering.entering
+def break_agreeing_on_a_step(patch: pytest.MonkeyPatch) -> None:
+    """Everybody enters where it stands, not where all can."""
+    real = opening.entry_of
+    patch.setattr(
+        simulated_ranks,
+        "entry_of",
+        lambda openings: replace(real(openings), step=min(opening.step for opening in openings)),
+    )
 
-    def lonely(node: Any, **others: Any) -> entering.Entering:
-        found = real(node, **others)
-        if "alone" in found.reason:
-            return entering.Entering(entering.When.TOGETHER, found.reason)
-        return found
 
-    patch.setattr(simulated_ranks, "entering", lonely)
+def break_waking(patch: pytest.MonkeyPatch) -> None:
+    """A rank that waits for somebody who is gone is not woken, and gives no place to wait up."""
+    patch.setattr(simulated_ranks, "replaced_keys", lambda *_: [])
+    patch.setattr(simulated_ranks, "ROUND_TIMEOUT_S", 1e6)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +188,8 @@ def break_entering_alone(patch: pytest.MonkeyPatch) -> None:
         (break_one_growth_at_a_time, "growth while .* is not in generation"),
         (break_refuting, "drops .*, which is well"),
         (break_shrinking_alone, "both shrinks and grows"),
-        (break_entering_alone, "no agreement|no rounds"),
+        (break_agreeing_on_a_step, "enters generation .* at step"),
+        (break_waking, "no agreement|no rounds"),
     ],
 )
 def test_a_broken_protocol_is_found(
