@@ -287,7 +287,10 @@ class ElasticAverager:
     def _hold(self) -> None:
         """Wait while the job has too few nodes, or does not fit its hierarchy."""
         while self._stopped is None and self._current is not None and self._current.generation.hold:
-            self._wait(lambda: self._enter_if_time(can_wait=True), timeout_s=math.inf)
+            self._wait(lambda: self._enter_if_time(can_wait=True) or self._has_passed(), timeout_s=math.inf)
+            if self._has_passed():
+                # The others went on in a generation that this rank has missed.
+                return
 
     def _rejoin(self) -> None:
         """This node was out while it lived: its model is as good as none."""

@@ -201,7 +201,7 @@ class AveragingRanks:
             return
         is_held = self.current is not None and bool(self.current.generation.hold)
         is_waiting = is_held or not self._holds_model or self.world.now_s < self._waits_until_s
-        if self._enter_if_time(can_wait=is_waiting) or is_held:
+        if self._enter_if_time(can_wait=is_waiting):
             return
         if is_waiting and not self._must_meet_later():
             return

@@ -183,7 +183,7 @@ def break_waking(patch: pytest.MonkeyPatch) -> None:
     [
         (break_compare_and_set, "two plans for generation|is followed by"),
         (break_fence, "was written by a node that is out"),
-        (break_counter, "no agreement|goes back to generation"),
+        (break_counter, "no agreement|goes back to generation|which is well"),
         (break_rebuilding, "no rounds|no agreement"),
         (break_one_growth_at_a_time, "growth while .* is not in generation"),
         (break_refuting, "drops .*, which is well"),
