@@ -39,10 +39,7 @@ def page_aligned(num_bytes: int) -> int:
 
 def create_file(num_bytes: int) -> int:
     """A descriptor of fresh shared memory, all zeros; `OSError` if there is not that much."""
-    available_bytes = min(_available_bytes(), default=num_bytes)
-    if num_bytes > available_bytes:
-        # Asking for more than there is would not fail: the kernel would kill a process to make room.
-        raise OSError(errno.ENOMEM, f"only {available_bytes} bytes of memory are available")
+    require_memory(num_bytes)
     descriptor = os.memfd_create("hieravg", os.MFD_CLOEXEC)
     try:
         # Reserved now: an error here can be handled, a SIGBUS at the first touch cannot.
@@ -51,6 +48,14 @@ def create_file(num_bytes: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def require_memory(num_bytes: int) -> None:
+    """`OSError` if the machine or the container has less than that."""
+    available_bytes = min(_available_bytes(), default=num_bytes)
+    if num_bytes > available_bytes:
+        # Asking for more than there is would not fail: the kernel would kill a process to make room.
+        raise OSError(errno.ENOMEM, f"only {available_bytes} bytes of memory are available")
 
 
 def map_file(descriptor: int, num_bytes: int) -> torch.Tensor:
