@@ -1,0 +1,1 @@
+"""Whole jobs on real processes, and what becomes of them under faults."""

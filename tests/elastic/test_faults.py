@@ -1,0 +1,279 @@
+"""One running job for each store, and every fault of DESIGN section 7 in turn.
+
+Each test begins and ends with nodes a, b and c of two ranks in the job, so that they can run in any order.
+"""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.elastic.jobs import RunningJob, alive
+from tests.membership.etcd_servers import EtcdCluster, etcd_cluster
+
+# So long may c stand still; the others' measure is their own.
+HANG_TIMEOUT_S = 4.0
+QUIET_S = 6.0
+# Longer than a lease.
+FROZEN_S = 5.0
+# "Within seconds", on a busy machine.
+SECONDS = 20.0
+AWAY_S = 5.0
+NUM_FLAPS = 10
+
+
+@pytest.fixture(scope="module", params=["embedded", "etcd"])
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningJob]:
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "etcd":
+        with etcd_cluster(folder / "servers", num_members=3) as cluster:
+            yield from _share(RunningJob(folder / "job-etcd", cluster=cluster))
+    else:
+        yield from _share(RunningJob(folder / "job-embedded"))
+
+
+def _share(job: RunningJob) -> Iterator[RunningJob]:
+    try:
+        job.start("a")
+        # The embedded store is a's.
+        job.wait_for("a serves", lambda: "start" in [line["event"] for line in job.lines()])
+        job.start("b")
+        _start_c(job)
+        yield job
+        job.finish()
+    finally:
+        job.close()
+
+
+def _start_c(job: RunningJob) -> None:
+    job.start("c", flags=["--hang-timeout-s", str(HANG_TIMEOUT_S)])
+
+
+@pytest.fixture
+def job(shared: RunningJob) -> RunningJob:
+    shared.await_together("a", "b", "c")
+    return shared
+
+
+@pytest.fixture
+def cluster(job: RunningJob) -> EtcdCluster:
+    """Only for the job on etcd: the other has no servers."""
+    assert job.cluster is not None
+    return job.cluster
+
+
+on_etcd = pytest.mark.parametrize("shared", ["etcd"], indirect=True, scope="module")
+
+
+def kinds(job: RunningJob, *, after: int) -> list[str]:
+    return [made.kind for made in job.generations("a", after=after)]
+
+
+# --- workers --------------------------------------------------------------------------------------------------
+
+
+def test_worker_killed(job: RunningJob) -> None:
+    before = job.newest("a")
+    with job.surviving("a", "b"):
+        job.kill_worker("c")
+        job.await_together("a", "b")
+        job.await_together("a", "b", "c")
+    assert kinds(job, after=before) == ["loss", "join"]
+
+
+def test_worker_raises(job: RunningJob) -> None:
+    before = job.newest("a")
+    with job.surviving("a", "b"):
+        job.order("c", "raise", index=1)
+        job.await_together("a", "b")
+        job.await_together("a", "b", "c")
+    assert kinds(job, after=before) == ["loss", "join"]
+    assert "ValueError: raised as ordered" in job.log("c")
+
+
+def test_worker_hangs_in_python(job: RunningJob) -> None:
+    before = job.newest("a")
+    with job.surviving("a", "b"):
+        pid = job.order("c", "hang")
+        job.wait_for("the watchdog kills it", lambda: not alive([pid]))
+        job.await_together("a", "b", "c")
+    assert kinds(job, after=before) == ["loss", "join"]
+    log = job.log("c")
+    assert f"(process {pid}) made no step" in log
+    assert "in hang_here" in log
+
+
+def test_quiet_worker_is_not_taken_for_one_that_hangs(job: RunningJob) -> None:
+    before = job.newest("a")
+    with job.surviving("a", "b", "c"):
+        job.order("c", f"quiet {QUIET_S}")
+        job.await_together("a", "b", "c")
+    assert kinds(job, after=before) == []
+
+
+def test_replica_that_is_not_finite_is_healed(job: RunningJob) -> None:
+    before = job.newest("a")
+    with job.surviving("a", "b", "c"):
+        pid = job.order("c", "nan")
+        job.await_together("a", "b", "c")
+        job.await_together("a", "b", "c")
+    assert kinds(job, after=before) == []
+    losses = [line["loss"] for line in job.of(pid, "step")]
+    assert any(loss != loss for loss in losses), "the replica was never spoilt"
+    assert losses[-1] == losses[-1]
+
+
+def test_node_flaps(job: RunningJob) -> None:
+    """Its workers die when they have just started, when they connect, when they are in: at any time."""
+    with job.surviving("a", "b"):
+        for count in range(NUM_FLAPS):
+            job.wait_for("c has workers", lambda: len(job.nodes["c"].workers()) == job.nodes["c"].slots)
+            dead = job.nodes["c"].workers()
+            time.sleep(count * 0.3)
+            job.kill_worker("c", index=count % 2)
+            job.wait_for("they are gone", lambda dead=dead: not alive(dead))  # type: ignore[misc]
+        job.await_together("a", "b", "c")
+    assert job.faults["worker killed"] >= NUM_FLAPS
+
+
+# --- nodes ----------------------------------------------------------------------------------------------------
+
+
+def test_node_killed(job: RunningJob) -> None:
+    before = job.newest("a")
+    with job.surviving("a", "b"):
+        job.kill("c")
+        job.await_together("a", "b")
+        _start_c(job)
+        job.await_together("a", "b", "c")
+    assert kinds(job, after=before) == ["loss", "join"]
+
+
+def test_agent_killed_ends_its_workers(job: RunningJob) -> None:
+    before = job.newest("a")
+    with job.surviving("a", "b"):
+        workers = job.kill_agent("c")
+        job.wait_for("the workers end", lambda: not alive(workers), within_s=SECONDS)
+        job.await_together("a", "b")
+        _start_c(job)
+        job.await_together("a", "b", "c")
+    assert kinds(job, after=before) == ["loss", "join"]
+
+
+def test_two_nodes_lost_at_once_and_one_is_left(job: RunningJob) -> None:
+    before = job.newest("a")
+    with job.surviving("a"):
+        job.kill("b", "c")
+        job.await_together("a")
+        job.start("b")
+        _start_c(job)
+        job.await_together("a", "b", "c")
+    made = job.generations("a", after=before)
+    assert {each.kind for each in made} == {"loss", "join"}
+    assert sum(each.kind == "loss" for each in made) <= 2
+
+
+def test_node_lost_while_another_joins(job: RunningJob) -> None:
+    with job.surviving("a", "b"):
+        job.start("d")
+        job.wait_for("d starts", lambda: any(line["node"] == "d" for line in job.lines()))
+        job.kill("c")
+        job.await_together("a", "b", "d")
+        _start_c(job)
+        job.await_together("a", "b", "c", "d")
+        assert job.terminate("d") == 143
+        job.await_together("a", "b", "c")
+
+
+def test_node_leaves_on_sigterm_with_one_more_round(job: RunningJob) -> None:
+    with job.surviving("a", "b", "c"):
+        job.start("d")
+        job.await_together("a", "b", "c", "d")
+        before = job.newest("a")
+        pids = job.nodes["d"].workers()
+        assert job.terminate("d") == 143
+        job.await_together("a", "b", "c")
+    made = job.generations("a", after=before)
+    assert [each.kind for each in made] == ["round", "loss"]
+    assert "there was no time" not in job.log("d")
+    # The others went on from a round that held everything the leaver did: it made no step after it.
+    together = [
+        line["step"] for line in job.lines() if line["generation"] == made[0].number and "digest" in line
+    ]
+    for pid in pids:
+        assert job.of(pid, "step")[-1]["step"] == min(together) - 1
+
+
+def test_grows_from_one_to_four_nodes_and_back(job: RunningJob) -> None:
+    with job.surviving("a"):
+        for name, left in (("c", "ab"), ("b", "a")):
+            assert job.terminate(name) == 143
+            job.await_together(*left)
+        job.start("b")
+        job.await_together("a", "b")
+        _start_c(job)
+        job.await_together("a", "b", "c")
+        job.start("d")
+        job.await_together("a", "b", "c", "d")
+        assert job.terminate("d") == 143
+        job.await_together("a", "b", "c")
+
+
+def test_node_frozen_and_back(job: RunningJob) -> None:
+    before = job.newest("a")
+    with job.surviving("a", "b"):
+        pids = job.nodes["c"].workers()
+        job.freeze("c")
+        job.await_together("a", "b")
+        job.thaw("c")
+        job.await_together("a", "b", "c")
+    assert kinds(job, after=before) == ["loss", "join"]
+    # It joined again as it was, without the model.
+    assert job.nodes["c"].workers() == pids
+
+
+@on_etcd
+def test_node_of_rank_0_and_of_the_group_store_lost(job: RunningJob) -> None:
+    with job.surviving("b", "c"):
+        job.kill("a")
+        job.await_together("b", "c")
+        job.start("a")
+        job.await_together("a", "b", "c")
+
+
+# --- the store ------------------------------------------------------------------------------------------------
+
+
+@on_etcd
+def test_leader_of_etcd_lost(job: RunningJob, cluster: EtcdCluster) -> None:
+    before = job.newest("a")
+    with job.surviving("a", "b", "c"):
+        leader = cluster.leader()
+        leader.kill()
+        job.faults["etcd member killed"] += 1
+        time.sleep(AWAY_S)
+        job.await_together("a", "b", "c")
+        leader.start()
+    assert kinds(job, after=before) == []
+
+
+@on_etcd
+def test_all_of_etcd_away(job: RunningJob, cluster: EtcdCluster) -> None:
+    before = job.newest("a")
+    with job.surviving("a", "b", "c"):
+        for member in cluster.members:
+            member.kill()
+        job.faults["etcd killed"] += 1
+        job.wait_for("it is noticed", lambda: "the store is away" in job.log("a"))
+        time.sleep(AWAY_S)
+        job.await_together("a", "b", "c")
+        for member in cluster.members:
+            member.start()
+        job.wait_for("it is back", lambda: job.log("a").count("the store is back") > 0)
+        job.await_together("a", "b", "c")
+    assert kinds(job, after=before) == []
+    # And changes are made again.
+    with job.surviving("a", "b"):
+        job.kill_worker("c")
+        job.await_together("a", "b")
+        job.await_together("a", "b", "c")
