@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constra
 help:
 	@echo "make demo    a plan before and after a node is lost"
 	@echo "make test    format, lint, types, layers, doctests, tests"
-	@echo "make soak    200 kills in random moments, from a random seed"
+	@echo "make soak    kills in random moments and simulated jobs, from a random seed"
 	@echo "make format  rewrite the files the way 'make test' wants them"
 	@echo "make bench   the benchmarks, as tables"
 	@echo "make clean   remove .venv and what the tools left"
@@ -35,7 +35,9 @@ test: $(VENV)/installed
 	$(BIN)/pytest --cov
 
 soak: $(VENV)/installed
-	KILLS=200 SEED=$${SEED:-$$(date +%s)} $(BIN)/pytest -s tests/averaging/test_faults.py -k kill_at_any_moment
+	SEED=$${SEED:-$$(date +%s)}; echo "SEED=$$SEED"; export SEED; \
+	  KILLS=200 $(BIN)/pytest -s tests/averaging/test_faults.py -k kill_at_any_moment && \
+	  RUNS=20000 $(BIN)/pytest -s tests/membership/test_simulation.py -k keep_every_promise
 
 format: $(VENV)/installed
 	$(BIN)/ruff format .
@@ -44,6 +46,7 @@ format: $(VENV)/installed
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/averaging.py
+	$(BIN)/python benchmarks/rendezvous.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

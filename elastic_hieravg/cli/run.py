@@ -4,7 +4,6 @@ torch is imported when the command runs, not before: `hieravg plan` answers at o
 """
 
 import argparse
-import logging
 from collections.abc import Sequence
 
 from elastic_hieravg.config import flag_default
@@ -20,6 +19,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def main(arguments: Sequence[str]) -> int:
+    import logging  # noqa: PLC0415
+
     from torch.distributed.run import config_from_args, get_args_parser  # noqa: PLC0415
 
     from elastic_hieravg.agent.launch import launch  # noqa: PLC0415
