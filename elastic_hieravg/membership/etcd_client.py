@@ -70,6 +70,7 @@ class EtcdClient:
         self._lock = threading.Lock()
         self._index = 0
         self._token = ""
+        self._is_closed = False
 
     @property
     def endpoint(self) -> str:
@@ -78,6 +79,8 @@ class EtcdClient:
 
     def call(self, stub: str, method: str, request: Any, *, is_repeatable: bool = True) -> Any:
         """Ask and return the answer, within the call's time. Errors of gRPC come out as ours."""
+        if self._is_closed:
+            raise StoreAwayError(Problem("the store's client was closed", "open another one"))
         deadline_s = time.monotonic() + self._call_timeout_s
         has_renewed = False
         while True:
@@ -132,6 +135,7 @@ class EtcdClient:
             callback()
 
     def close(self) -> None:
+        self._is_closed = True
         for endpoint in self._endpoints:
             endpoint.channel.close()
 

@@ -238,12 +238,16 @@ def read_node(record: Fields) -> NodeRecord:
 
 @_reader("generation")
 def read_generation(record: Fields) -> Generation:
+    members = tuple(Node.read(value, where=where) for where, value in record.items("members"))
+    addresses = record.texts("addresses")
+    if addresses.keys() != {member.node_id for member in members}:
+        raise DocumentError(_unreadable("the generation's record has not one address for each member"))
     return Generation(
         number=record.number("number"),
         kind=_one_of(Kind, record.text("kind")),
         reason=record.text("reason"),
-        members=tuple(Node.read(value, where=where) for where, value in record.items("members")),
-        addresses=record.texts("addresses"),
+        members=members,
+        addresses=addresses,
         digest=record.text("digest"),
         built=tuple(_number(value, where=where) for where, value in record.items("built")),
         hold=record.text("hold"),
