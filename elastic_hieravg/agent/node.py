@@ -32,6 +32,7 @@ from elastic_hieravg.membership.local import (
 from elastic_hieravg.membership.messages import Adopted, Candidate, Ended, Failed, Fenced, Notice, Warned
 from elastic_hieravg.membership.records import Closing, StoreOffer
 from elastic_hieravg.membership.service import Membership, Status, StoreAway, StoreBack
+from elastic_hieravg.plan import change_text, difference
 
 POLL_S = 1.0
 CLOSE_TIMEOUT_S = 10.0
@@ -66,6 +67,7 @@ class InPlaceNode:
         self._raised = ""
         self._has_stepped = False
         self._told = 0
+        self._adopted: Adopted | None = None
         self._closed = threading.Event()
         self._groups = EmbeddedServer(candidate.address, 0, run_id="groups")
         self._channel = WorkerChannel(on_message=self._heard, on_gone=self._gone)
@@ -201,7 +203,7 @@ class InPlaceNode:
     def _observe(self, notice: Notice | StoreAway | StoreBack) -> None:
         match notice:
             case Adopted(generation):
-                _log.info("generation %s, %s: %s", generation.number, generation.kind, generation.reason)
+                self._log_change(notice)
                 if generation.members[0].node_id == self._membership.status.node.node_id:
                     offer = StoreOffer(generation.number, self._address, self._groups.port)
                     self._membership.offer_store(offer)
@@ -221,6 +223,19 @@ class InPlaceNode:
                 _log.warning("the store is back")
             case Warned(text):
                 _log.warning("%s", text)
+
+    def _log_change(self, adopted: Adopted) -> None:
+        """What differs from the generation before, and what the plan had to repair."""
+        generation, before = adopted.generation, self._adopted
+        self._adopted = adopted
+        _log.info("generation %s, %s: %s", generation.number, generation.kind, generation.reason)
+        if before is not None:
+            change = difference(before.plan, adopted.plan, keys=before.keys)
+            _log.info("%s", change_text(change))
+        for note in adopted.plan.notes:
+            _log.info("generation %s: %s", generation.number, note.reason)
+        if generation.hold:
+            _log.warning("generation %s: training pauses: %s", generation.number, generation.hold)
 
     def _follow(self) -> None:
         """Tell the workers of a generation as soon as its group store is known."""
