@@ -30,6 +30,8 @@ EXIT_LEFT = 143
 STOP_TIMEOUT_S = 3
 # So much of the grace time is for the last write.
 LEAVE_S = 2.0
+# What a script does after its training loop may take so long once another node has ended.
+END_WAIT_S = 3600.0
 # How long a worker that hangs has to tell its stacks.
 STACKS_S = 1.0
 STACKS_SIGNAL = signal.SIGUSR2
@@ -152,17 +154,21 @@ class InPlaceAgent(LocalElasticAgent):
         if status.error is not None:
             self._stop_workers(self._worker_group)
             raise status.error
-        if result.state is WorkerState.SUCCEEDED:
+        ended = status.ended
+        if result.state is WorkerState.SUCCEEDED and (ended is None or ended.is_success):
             self._node.finish(Closing(True, "training is done"))
             self.exit_code = EXIT_DONE
             return True
-        if status.ended is None:
+        if ended is None:
             return False
-        _log.warning("the job is over: %s", status.ended.reason)
-        if status.ended.is_success:
+        if ended.is_success and self._node.is_done and time.monotonic() < self._node.done_s + END_WAIT_S:
+            # The loops are over here too; what the script does after them is its own affair.
+            return False
+        _log.warning("the job is over: %s", ended.reason)
+        if ended.is_success:
             self.exit_code = EXIT_DONE
         else:
-            self.exit_code = EXIT_DO_NOT_RETRY if status.ended.is_hopeless else EXIT_FAILED
+            self.exit_code = EXIT_DO_NOT_RETRY if ended.is_hopeless else EXIT_FAILED
         return True
 
     def _leave(self) -> bool:

@@ -21,10 +21,12 @@ class Pulse:
     timeout_s: float | None = None
     _step: int = -1
     _since_s: float | None = None
+    _heard_s: float | None = None
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
 
     def report(self, now_s: float, *, step: int, is_excused: bool) -> None:
         """Several steps may lie between two reports: then each took its part of the time."""
+        self._heard_s = now_s
         if is_excused:
             self._since_s = None
         elif step != self._step or self._since_s is None:
@@ -39,8 +41,9 @@ class Pulse:
         return max(FLOOR_S, STEPS * max(self._seconds, default=0.0))
 
     def stands_still_s(self, now_s: float) -> float:
-        """For how long it has stood still without excuse."""
-        return 0.0 if self._since_s is None else now_s - self._since_s
+        """For how long it has stood still without excuse, or said nothing at all: it may be frozen."""
+        first_s = self._since_s if self._since_s is not None else self._heard_s
+        return 0.0 if first_s is None else now_s - first_s
 
     def hangs(self, now_s: float) -> bool:
         return self.stands_still_s(now_s) > self.limit_s()

@@ -66,6 +66,7 @@ class InPlaceNode:
         self._drained: set[int] = set()
         self._raised = ""
         self._has_stepped = False
+        self.done_s = 0.0
         self._told = 0
         self._adopted: Adopted | None = None
         self._closed = threading.Event()
@@ -95,6 +96,11 @@ class InPlaceNode:
             self._raised, self._has_stepped = "", False
             if not is_first:
                 self._renew()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every worker's training loop has ended; `done_s` says when the last did."""
+        return len(self._done) == self._slots
 
     @property
     def raised(self) -> str:
@@ -180,6 +186,7 @@ class InPlaceNode:
                 self._raised = text
             case Bye():
                 self._done.add(local_rank)
+                self.done_s = time.monotonic()
 
     def _gone(self, local_rank: int, process_id: int) -> None:
         """A worker's connection ended. Known at once here; its exit code comes later."""
