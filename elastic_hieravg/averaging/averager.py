@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from elastic_hieravg.averaging.flat import FlatModel, tensors_of
-from elastic_hieravg.averaging.gradients import GradientHook, average_gradients
+from elastic_hieravg.averaging.gradients import Company, GradientHook, average_gradients, gradient_levels
 from elastic_hieravg.averaging.groups import Group
 from elastic_hieravg.averaging.header import Agreement
 from elastic_hieravg.averaging.mesh import Peer
+from elastic_hieravg.averaging.optimizers import on_each_step
 from elastic_hieravg.averaging.rounds import TIMEOUT_S, AveragingGroup, Contribution
 from elastic_hieravg.errors import InDoubtError, ParametersError, Problem
 from elastic_hieravg.events import Observe, Outcome, RoundDone, ignore
@@ -59,6 +60,7 @@ class HierarchicalAverager:
         self._new_samples = 0.0
         self._next_due: dict[str, int] = {}
         self._hook: GradientHook | None = None
+        self._gradients: dict[GroupKey, Group] = {}
         self._in_doubt: tuple[GroupKey, PlannedLevel] | None = None
         self.agreed: Agreement | None = None
         self.adopt(plan, rank=rank, keys=first_keys(plan) if keys is None else keys)
@@ -158,14 +160,18 @@ class HierarchicalAverager:
         key: GroupKey,
         store: Store,
         addresses: Mapping[str, str],
+        flat: FlatModel | None = None,
     ) -> AveragingGroup:
-        """Build this rank's group of a level. Collective over the group; any thread may call it."""
-        ranks = self._holders(plan, rank, level)
-        prefix = f"hieravg/{key.name}"
+        """Build this rank's group of a level. Collective over the group; any thread may call it.
+
+        `flat`: average these tensors instead of the model, with the same ranks.
+        """
+        ranks = self.partners(plan, rank=rank, level=level)
+        prefix = f"hieravg/{key.name}" if flat is None else f"hieravg/{key.name}/beside"
         if self._flat.is_sharded:
             prefix += f"/shard-{plan.seat(rank).local_rank}"
         return AveragingGroup(
-            self._flat,
+            flat or self._flat,
             PrefixStore(prefix, store),
             level=level.name,
             index=ranks.index(rank),
@@ -199,6 +205,9 @@ class HierarchicalAverager:
             group = self._groups.get(key)
             if group is not None:
                 group.cut()
+            gradients = self._gradients.get(key)
+            if gradients is not None:
+                gradients.cut()
 
     def key_of(self, level: PlannedLevel) -> GroupKey | None:
         """This rank's group of a level; None if it is alone there."""
@@ -220,7 +229,9 @@ class HierarchicalAverager:
         If a new group cannot be built, the error leaves the plan and the groups of before in place.
         """
         wanted = self.own_keys(plan, rank=rank, keys=keys)
-        self.switch(plan, rank=rank, wanted=wanted, built=self._build_missing(plan, rank, wanted))
+        built = self._build_missing(plan, rank, wanted)
+        gradients = self._build_missing_gradients(plan, rank, wanted) if self._hook is not None else {}
+        self.switch(plan, rank=rank, wanted=wanted, built=built, gradients=gradients)
 
     def switch(
         self,
@@ -229,6 +240,7 @@ class HierarchicalAverager:
         rank: int,
         wanted: Mapping[str, GroupKey],
         built: Mapping[GroupKey, AveragingGroup],
+        gradients: Mapping[GroupKey, Group] | None = None,
         after_step: int | None = None,
     ) -> None:
         """Follow another plan whose groups are there: those `built` for it, and those it keeps.
@@ -242,8 +254,7 @@ class HierarchicalAverager:
         self._count_samples()
         self.plan, self.rank = plan, rank
         self._level_keys = dict(wanted)
-        if self._hook is not None:
-            self._hook.replace(*self._gradient_groups())
+        self.use_gradients(gradients or {})
         # A level that was not there before has not averaged since the widest one did.
         widest = list(self._samples.values())[-1] if self._samples else 0.0
         self._samples = {level.name: self._samples.get(level.name, widest) for level in plan.levels}
@@ -252,23 +263,99 @@ class HierarchicalAverager:
 
     def attach(self, optimizer: Optimizer, *, num_samples: float | Callable[[], float] = 1) -> RemovableHandle:
         """Count every step the optimizer really makes. A step that AMP skipped is not counted."""
+        return on_each_step(optimizer, self.step, num_samples=num_samples)
 
-        def count(stepped: Optimizer, _args: object, _kwargs: object) -> None:
-            # Fused optimizers are called even for a step that must be skipped, and find out themselves.
-            found_inf = getattr(stepped, "found_inf", None)
-            if isinstance(found_inf, Tensor) and bool(found_inf.any()):
-                return
-            self.step(num_samples() if callable(num_samples) else num_samples)
-
-        return optimizer.register_step_post_hook(count)
+    # --- gradients ------------------------------------------------------------------------------------------
 
     def register_hook(self, ddp_model: nn.parallel.DistributedDataParallel) -> None:
         """Average the gradients of a DDP model too: over the world during warm-up, then over the innermost
         group. Collective over all ranks. DDP's own process group is not used for gradients any more.
         """
-        self._hook = GradientHook(*self._gradient_groups(), is_warmup=lambda: self.is_warmup)
+        built = self._build_missing_gradients(self.plan, self.rank, self._level_keys)
+        self.hook(ddp_model, on_lost=lambda _key, _why: None)
+        self.use_gradients(built)
+
+    def hook(
+        self, ddp_model: nn.parallel.DistributedDataParallel, *, on_lost: Callable[[GroupKey, str], None]
+    ) -> None:
+        """Put the hook on a model, with whatever groups for gradients there are. Not collective.
+
+        `on_lost` is told the key of a group in which a bucket failed, and why, from any thread.
+        """
+
+        def tell(group: Group, why: str) -> None:
+            for key in [key for key, each in list(self._gradients.items()) if each is group]:
+                on_lost(key, why)
+
+        self._hook = GradientHook(is_warmup=lambda: self.is_warmup, on_lost=tell)
         ddp_model.register_comm_hook(self._hook, average_gradients)
+        self.use_gradients({})
         self._schedule(self.plan.levels, after_step=self._step)
+
+    @property
+    def is_hooked(self) -> bool:
+        return self._hook is not None
+
+    @property
+    def num_local_gradients(self) -> int:
+        """Backward passes that used this rank's own gradients because a group had failed."""
+        return self._hook.num_local if self._hook else 0
+
+    @property
+    def gradient_keys(self) -> tuple[GroupKey, ...]:
+        """The groups of this rank that can average gradients."""
+        return tuple(key for key, group in self._gradients.items() if not group.is_over)
+
+    def use_gradients(self, built: Mapping[GroupKey, Group]) -> None:
+        """Average gradients over these groups too, from the next backward pass on. Only between steps."""
+        wanted = self._level_keys.values()
+        gone = [group for key, group in self._gradients.items() if key in built or key not in wanted]
+        kept = {key: group for key, group in self._gradients.items() if key in wanted}
+        self._gradients = kept | {key: group for key, group in built.items() if key in wanted}
+        for group in gone:
+            group.close()
+        if self._hook is not None:
+            levels = self.plan.levels
+            alone = Company()
+            self._hook.replace(
+                self._company(levels[-1]) if levels else alone, self._company(levels[0]) if levels else alone
+            )
+
+    def build_gradients(
+        self,
+        plan: Plan,
+        *,
+        rank: int,
+        level: PlannedLevel,
+        key: GroupKey,
+        store: Store,
+        addresses: Mapping[str, str],
+    ) -> Group:
+        """Build a group for the gradients of a level. Collective over it; any thread may call it."""
+        ranks = level.group_of(rank)
+        return Group(
+            PrefixStore(f"hieravg/{key.name}/gradients", store),
+            index=ranks.index(rank),
+            peers=_peers(plan, ranks, addresses),
+            timeout_s=self._timeout_s,
+        )
+
+    def _company(self, level: PlannedLevel) -> Company:
+        key = self._level_keys.get(level.name)
+        return Company(len(level.group_of(self.rank)), self._gradients.get(key) if key else None)
+
+    def _build_missing_gradients(
+        self, plan: Plan, rank: int, wanted: Mapping[str, GroupKey]
+    ) -> dict[GroupKey, Group]:
+        return {
+            key: self.build_gradients(
+                plan, rank=rank, level=level, key=key, store=self._store, addresses=self._addresses
+            )
+            for key, level in gradient_levels(plan, wanted, is_warmup=True).items()
+            if key not in self._gradients
+        }
+
+    # --- its state ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The step and the samples not yet averaged; the gradient hook goes by the same step."""
@@ -297,8 +384,8 @@ class HierarchicalAverager:
         """Leave all groups. The model keeps its values and its place."""
         while self._groups:
             self._groups.popitem()[1].close()
-        if self._hook is not None:
-            self._hook.close()
+        while self._gradients:
+            self._gradients.popitem()[1].close()
 
     def __enter__(self) -> Self:
         return self
@@ -343,11 +430,11 @@ class HierarchicalAverager:
             members = tuple(
                 Member(seat.node_id, nodes[seat.node_id].incarnation, seat.local_rank) for seat in seats
             )
-            if len(self._holders(plan, rank, level)) > 1:
+            if len(self.partners(plan, rank=rank, level=level)) > 1:
                 found[level.name] = key_of[members]
         return found
 
-    def _holders(self, plan: Plan, rank: int, level: PlannedLevel) -> tuple[int, ...]:
+    def partners(self, plan: Plan, *, rank: int, level: PlannedLevel) -> tuple[int, ...]:
         """The ranks of the level's group that hold the same tensors: those of the same slot, if sharded."""
         group = level.group_of(rank)
         if not self._flat.is_sharded:
@@ -371,25 +458,6 @@ class HierarchicalAverager:
                 group.close()
             raise
         return built
-
-    def _gradient_groups(self) -> tuple[Group | None, Group | None]:
-        """The groups of the world and of the innermost level, as far as there is company."""
-        if not self.plan.levels:
-            return None, None
-        innermost, world = self.plan.levels[0], self.plan.levels[-1]
-        inner = self._gradient_group(innermost) if innermost is not world else None
-        outer = self._gradient_group(world)
-        return outer, outer if innermost is world else inner
-
-    def _gradient_group(self, level: PlannedLevel) -> Group | None:
-        ranks = level.group_of(self.rank)
-        if len(ranks) == 1:
-            return None
-        prefix = f"hieravg/{self._level_keys[level.name].name}/gradients"
-        store = PrefixStore(prefix, self._store)
-        index = ranks.index(self.rank)
-        peers = _peers(self.plan, ranks, self._addresses)
-        return Group(store, index=index, peers=peers, timeout_s=self._timeout_s)
 
 
 def _peers(plan: Plan, ranks: Sequence[int], addresses: Mapping[str, str]) -> tuple[Peer, ...]:

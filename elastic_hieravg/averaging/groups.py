@@ -37,6 +37,7 @@ class Group:
         """Connect to the others under keys of `store` that nobody else uses."""
         self.index = index
         self.peers = peers
+        self.is_over = False
         self._connections: list[socket.socket] = []
         self._descriptors: list[int] = []
         self._works: dict[int, Work] = {}
@@ -76,6 +77,7 @@ class Group:
 
     def cut(self) -> None:
         """End every operation in flight. Any thread may call it, at any time."""
+        self.is_over = True
         for connection in list(self._connections):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

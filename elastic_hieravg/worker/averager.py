@@ -10,14 +10,19 @@ import math
 import time
 from collections.abc import Callable
 
+from torch import nn
+from torch.optim import Optimizer
+
 from elastic_hieravg.averaging.averager import HierarchicalAverager
-from elastic_hieravg.errors import InDoubtError, MembershipError, PeerLostError, Problem
+from elastic_hieravg.errors import InDoubtError, MembershipError, ParametersError, PeerLostError, Problem
 from elastic_hieravg.membership.local import Broken, Drained, Entered, FromWorker, Stop
 from elastic_hieravg.membership.messages import Adopted
 from elastic_hieravg.membership.opening import Opening
 from elastic_hieravg.membership.records import Kind
 from elastic_hieravg.plan import GroupKey, PlannedLevel
 from elastic_hieravg.worker.generations import Generations
+from elastic_hieravg.worker.optimizer_state import copy_state, parameters_of, take_state
+from elastic_hieravg.worker.roles import Role
 
 # How long a rank whose round failed waits for the next generation before it goes on without the round.
 RETRY_WAIT_S = 5.0
@@ -38,10 +43,12 @@ class ElasticAverager:
         engine: HierarchicalAverager,
         *,
         local_rank: int,
+        optimizer: Optimizer | None = None,
         tell: Callable[[FromWorker], None],
         on_change: Callable[[Adopted], None],
     ) -> None:
         self._engine = engine
+        self._optimizer = optimizer
         self._tell = tell
         self._on_change = on_change
         self._has_news = False
@@ -57,7 +64,12 @@ class ElasticAverager:
         self._dead_since: int | None = None
         self.num_committed = self.num_retried = self.num_skipped = 0
         self.generations = Generations(
-            engine, local_rank=local_rank, on_news=self.wake, on_broken=lambda key: tell(Broken(key.name))
+            engine,
+            local_rank=local_rank,
+            role=self._role,
+            parameters=parameters_of(optimizer) if optimizer is not None else [],
+            on_news=self.wake,
+            on_broken=lambda key: tell(Broken(key.name)),
         )
 
     # --- for the training loop --------------------------------------------------------------------------------
@@ -65,7 +77,7 @@ class ElasticAverager:
     def step(self, num_samples: float = 1) -> None:
         """Count one optimizer step over so many samples; average if that is due."""
         if not 0 <= num_samples < math.inf:
-            raise MembershipError(
+            raise ParametersError(
                 Problem(f"a step was made over {num_samples} samples", "give a number of samples, 0 or more")
             )
         self._engine.count(num_samples)
@@ -74,14 +86,28 @@ class ElasticAverager:
             self._at_boundary()
             self._is_busy = False
 
+    def register_hook(self, ddp_model: nn.parallel.DistributedDataParallel) -> None:
+        """Average the gradients of a DDP model too: over the world during warm-up, then over the innermost
+        group. On every rank, before its first step. A backward pass never raises for a lost peer.
+        """
+        self._is_busy = True
+        self._engine.hook(ddp_model, on_lost=self._lose_gradients)
+        self._engine.use_gradients(self.generations.build_gradients())
+        self._is_busy = False
+
+    @property
+    def num_local_gradients(self) -> int:
+        """Backward passes that used this rank's own gradients, in part at least, because a peer was lost."""
+        return self._engine.num_local_gradients
+
     @property
     def step_count(self) -> int:
         return self._engine.step_count
 
     @property
     def is_ended(self) -> bool:
-        """The end was agreed by all in a global round."""
-        return self._is_ended
+        """The end was agreed by all in a global round, or the job was ended from outside."""
+        return self._is_ended or self._stopped is not None
 
     @property
     def is_busy(self) -> bool:
@@ -166,12 +192,16 @@ class ElasticAverager:
             if not self._run(self._engine.due_level()):
                 break
         self._hold()
+        if self._is_fenced:
+            self._rejoin()
         # While a generation is on its way, every boundary is looked at.
         self._has_news |= self.generations.newest_number > self._number
 
     def _enter_if_time(self, *, can_wait: bool) -> bool:
         """Post an opening if one is wanted, and enter a generation whose step has come."""
         generations, step = self.generations, self._engine.step_count
+        if generations.is_state_wanted:
+            generations.post_state(copy_state(self._optimizer, step=step))
         if generations.is_opening_wanted:
             # A rank that waits can enter where it stands; one that goes on, after its next step.
             self._post(step if can_wait else step + 1)
@@ -200,11 +230,14 @@ class ElasticAverager:
         if engine.in_doubt is not None:
             is_committed = entry.was_committed(*engine.in_doubt)
             engine.settle(is_committed=is_committed)
+        if entering.state is not None and not self._holds_model:
+            take_state(self._optimizer, entering.state, step=entry.step)
         engine.switch(
             entering.adopted.plan,
             rank=entering.rank,
             wanted=entering.wanted,
             built=built,
+            gradients=entering.gradients,
             # Everybody is at this boundary, and nobody has run what is due here.
             after_step=engine.step_count - 1,
         )
@@ -216,6 +249,22 @@ class ElasticAverager:
             self._run(engine.plan.levels[-1])
         elif not engine.plan.levels:
             self._holds_model, self._lost_round = True, False
+
+    def _role(self) -> Role:
+        engine = self._engine
+        return Role(
+            engine.step_count,
+            holds_model=self._holds_model and not self._is_fenced,
+            is_hooked=engine.is_hooked,
+            gradients=tuple(key.name for key in engine.gradient_keys),
+        )
+
+    def _lose_gradients(self, key: GroupKey, why: str) -> None:
+        """A bucket of gradients failed. Replicas may differ where they should not: a round mends that."""
+        _log.warning("gradients of step %s stay local: %s", self._engine.step_count + 1, why)
+        self._lost_round = True
+        self._tell(Broken(key.name))
+        self.wake()
 
     def _run(self, level: PlannedLevel) -> bool:
         """Run a round; if it fails wait for the next generation. False if the round is given up."""
@@ -262,8 +311,8 @@ class ElasticAverager:
             self.num_retried += 1
             return True
         self._dead_since = number
-        if in_doubt and engine.in_doubt is not None:
-            engine.settle(is_committed=bool(self._stopped and self._stopped.is_success))
+        if in_doubt:
+            engine.settle(is_committed=self._was_committed())
         self.num_skipped += 1
         if level in engine.plan.levels:
             engine.skip(level, after_step=engine.step_count)
@@ -273,6 +322,13 @@ class ElasticAverager:
         """Whether the others are at a later step already: then this rank goes on to meet them there."""
         entering = self.generations.entering
         return entering is not None and self._holds_model and entering.entry.step > self._engine.step_count
+
+    def _was_committed(self) -> bool:
+        """Whether somebody took the result that is in doubt here, as far as anybody has said."""
+        entering, in_doubt = self.generations.entering, self._engine.in_doubt
+        if entering is not None and in_doubt is not None:
+            return entering.entry.was_committed(*in_doubt)
+        return self._stopped is not None and self._stopped.is_success
 
     def _own_key(self, level: PlannedLevel) -> list[GroupKey]:
         key = self._engine.key_of(level)
@@ -288,13 +344,12 @@ class ElasticAverager:
         """Wait while the job has too few nodes, or does not fit its hierarchy."""
         while self._stopped is None and self._current is not None and self._current.generation.hold:
             self._wait(lambda: self._enter_if_time(can_wait=True) or self._has_passed(), timeout_s=math.inf)
-            if self._has_passed():
+            if self._has_passed() or self._is_fenced:
                 # The others went on in a generation that this rank has missed.
                 return
 
     def _rejoin(self) -> None:
         """This node was out while it lived: its model is as good as none."""
-        self._is_fenced = False
         self._holds_model = False
         if self._engine.in_doubt is not None:
             self._engine.settle(is_committed=False)
@@ -302,17 +357,20 @@ class ElasticAverager:
         self._await_model()
 
     def _await_model(self) -> None:
-        self._wait(lambda: self._enter_if_time(can_wait=True) and self._holds_model, timeout_s=math.inf)
+        while not self._holds_model and self._stopped is None:
+            # Out once more while it waits: then it waits for a generation with its next incarnation.
+            self._is_fenced = False
+            self._wait(lambda: self._enter_if_time(can_wait=True) and self._holds_model, timeout_s=math.inf)
         self._hold()
 
     def _wait(self, until: Callable[[], bool], *, timeout_s: float) -> bool:
-        """At a boundary, until something is as wanted, the job is over, or the time is up."""
+        """At a boundary, until something is as wanted, the job is over, this node is out, or time is up."""
         deadline_s = time.monotonic() + timeout_s
         generations = self.generations
         while not until():
             with generations.changed:
                 left_s = deadline_s - time.monotonic()
-                if self._stopped is not None or left_s <= 0:
+                if self._stopped is not None or self._is_fenced or left_s <= 0:
                     return False
                 if not self._has_news:
                     generations.changed.wait(min(left_s, POLL_S))

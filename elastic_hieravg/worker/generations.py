@@ -9,10 +9,14 @@ by the newest is used, the rest is closed.
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from elastic_hieravg.averaging.averager import HierarchicalAverager
+from elastic_hieravg.averaging.flat import FlatModel
+from elastic_hieravg.averaging.groups import Group
 from elastic_hieravg.averaging.rounds import AveragingGroup
 from elastic_hieravg.errors import HierAvgError
 from elastic_hieravg.membership.embedded import EmbeddedKeyValue
@@ -21,8 +25,10 @@ from elastic_hieravg.membership.messages import Adopted
 from elastic_hieravg.membership.opening import Entry, Opening, entry_of, read_opening, replaced_keys
 from elastic_hieravg.membership.proposing import plan_generation
 from elastic_hieravg.membership.records import Kind, read_generation, read_job
-from elastic_hieravg.plan import GroupKey
+from elastic_hieravg.plan import GroupKey, PlannedLevel
 from elastic_hieravg.rendezvous.group_store import GroupStore
+from elastic_hieravg.worker.optimizer_state import StateCopy, StateTaken, bring_state
+from elastic_hieravg.worker.roles import Role, missing_gradients, read_role, sources_of
 
 # How long everybody's groups and openings may take; a rank may be in the middle of a long step.
 OPENING_TIMEOUT_S = 600.0
@@ -33,17 +39,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Entering:
-    """A generation that this rank can enter, with what it needs for it."""
+    """A generation that this rank can enter, with what it needs for it. `state` is for a rank that is new."""
 
     adopted: Adopted
     rank: int
     wanted: Mapping[str, GroupKey]
     entry: Entry
+    gradients: Mapping[GroupKey, Group]
+    state: StateTaken | None
 
 
 @dataclass(eq=False, slots=True)
 class _Way:
-    """The way to one generation. `is_asked`: the training thread's opening is wanted, and then there."""
+    """The way to one generation. `is_asked`: the training thread's opening is wanted, and then there.
+
+    `is_state_asked` and `state` likewise. `passing` is the group in which optimizer state is averaged.
+    """
 
     adopted: Adopted
     follow: Follow
@@ -51,6 +62,10 @@ class _Way:
     is_over: bool = False
     is_asked: bool = False
     opening: Opening | None = None
+    is_state_asked: bool = False
+    state: StateCopy | None = None
+    passing: AveragingGroup | None = None
+    gradients: dict[GroupKey, Group] = field(default_factory=dict)
     thread: threading.Thread | None = field(default=None, repr=False)
 
 
@@ -65,12 +80,17 @@ class Generations:
         engine: HierarchicalAverager,
         *,
         local_rank: int,
+        role: Callable[[], Role],
+        parameters: Sequence[Tensor],
         on_news: Callable[[], None],
         on_broken: Callable[[GroupKey], None],
     ) -> None:
+        """`role` says what this rank is at the moment; `parameters` are its optimizer's."""
         self.changed = threading.Condition()
         self._engine = engine
         self._local_rank = local_rank
+        self._role = role
+        self._parameters = parameters
         self._on_news = on_news
         self._on_broken = on_broken
         self._way: _Way | None = None
@@ -101,9 +121,12 @@ class Generations:
     def give_up(self) -> None:
         """End the way that is being made, if any."""
         with self.changed:
-            if self._way is not None:
-                self._way.is_over = True
-            self._way = self._entering = None
+            way, self._way, self._entering = self._way, None, None
+            if way is not None:
+                way.is_over = True
+                if way.passing is not None:
+                    way.passing.cut()
+                self._drop_gradients(way)
             self.changed.notify_all()
 
     def fenced(self) -> None:
@@ -147,6 +170,46 @@ class Generations:
     def entering(self) -> Entering | None:
         return self._entering
 
+    @property
+    def is_state_wanted(self) -> bool:
+        way = self._way
+        return way is not None and way.is_state_asked and way.state is None
+
+    def post_state(self, state: StateCopy) -> None:
+        with self.changed:
+            if self._way is not None and self.is_state_wanted:
+                self._way.state = state
+            self.changed.notify_all()
+
+    def build_gradients(self) -> dict[GroupKey, Group]:
+        """Groups for gradients, now, if the generation that was entered last has none. Collective over it.
+
+        What cannot be built is reported, and comes with the next generation.
+        """
+        way = self._way
+        if way is None or self._engine.plan is not way.adopted.plan:
+            return {}
+        follow, plan = way.follow, way.adopted.plan
+        wanted = self._engine.own_keys(plan, rank=way.rank, keys=way.adopted.keys)
+        roles = [Role(self._engine.step_count, holds_model=True, is_hooked=True)] * plan.world_size
+        missing = missing_gradients(plan, roles, rank=way.rank, wanted=wanted)
+        if not missing or missing.keys() <= set(self._engine.gradient_keys):
+            return {}
+        kv = EmbeddedKeyValue(follow.address, follow.port, run_id="groups")
+        try:
+            number = way.adopted.generation.number
+            store = GroupStore(kv, f"/generation/{number}/first/", is_over=lambda: way.is_over)
+            self._build_missing_gradients(way, store, missing)
+        except (HierAvgError, RuntimeError, OSError) as exc:
+            _log.warning("gradients stay local until the next generation: %s", exc)
+            for key in missing:
+                self._on_broken(key)
+        finally:
+            kv.close()
+        with self.changed:
+            built, way.gradients = way.gradients, {}
+        return built
+
     def post(self, opening: Opening) -> None:
         with self.changed:
             assert self._way is not None
@@ -161,6 +224,7 @@ class Generations:
             assert self._way is not None
             # The opening has done its work.
             self._way.opening, self._way.is_asked = None, False
+            self._way.gradients = {}
             mine = {key: group for key, group in self._built.items() if key in entering.wanted.values()}
             self._built = {key: group for key, group in self._built.items() if key not in mine}
             return entering, mine
@@ -186,6 +250,8 @@ class Generations:
             is_over = way.is_over
             # The opening that was posted binds nobody any more.
             way.opening, way.is_asked = None, False
+            way.state, way.is_state_asked = None, False
+            self._drop_gradients(way)
             self.changed.notify_all()
         self._on_news()
         if is_over:
@@ -216,8 +282,13 @@ class Generations:
                 )
                 with self.changed:
                     self._built[key] = group
-        store.set(f"built/{way.rank}", "built")
-        store.await_all([f"built/{rank}" for rank in range(plan.world_size)], timeout_s=OPENING_TIMEOUT_S)
+        store.set(f"built/{way.rank}", self._role().to_json())
+        names = [f"built/{rank}" for rank in range(plan.world_size)]
+        texts = store.await_all(names, timeout_s=OPENING_TIMEOUT_S)
+        roles = [read_role(text.decode()) for text in texts]
+        state = self._bring_state(way, store, wanted, sources_of(roles))
+        missing = missing_gradients(plan, roles, rank=way.rank, wanted=wanted)
+        self._build_missing_gradients(way, store, missing)
         opening = self._ask(way)
         if opening is None:
             return
@@ -227,9 +298,86 @@ class Generations:
         entry = entry_of([read_opening(text.decode()) for text in texts])
         with self.changed:
             if not way.is_over:
-                self._entering = Entering(way.adopted, way.rank, wanted, entry)
+                self._entering = Entering(way.adopted, way.rank, wanted, entry, dict(way.gradients), state)
                 self.changed.notify_all()
         self._on_news()
+
+    def _bring_state(
+        self, way: _Way, store: GroupStore, wanted: Mapping[str, GroupKey], sources: Sequence[int]
+    ) -> StateTaken | None:
+        """Take part in bringing optimizer state to those who are new; what there is for this rank, if it is."""
+        plan, rank = way.adopted.plan, way.rank
+        key = wanted.get(plan.levels[-1].name) if plan.levels else None
+        if key is None or not sources:
+            return None
+        if rank in sources and not self._ask_state(way):
+            return None
+
+        def build(flat: FlatModel) -> AveragingGroup:
+            return self._engine.build(
+                plan,
+                rank=rank,
+                level=plan.levels[-1],
+                key=key,
+                store=store,
+                addresses=way.adopted.generation.addresses,
+                flat=flat,
+            )
+
+        def note(group: AveragingGroup) -> None:
+            with self.changed:
+                way.passing = group
+                if way.is_over:
+                    group.cut()
+
+        copied, way.state = way.state, None
+        try:
+            return bring_state(
+                copied,
+                store=store,
+                rank=rank,
+                sources=sources,
+                partners=self._engine.partners(plan, rank=rank, level=plan.levels[-1]),
+                parameters=self._parameters,
+                build=build,
+                on_built=note,
+            )
+        finally:
+            way.passing = None
+
+    def _ask_state(self, way: _Way) -> bool:
+        """Have the training thread copy its optimizer's state; False if the way is over before."""
+        deadline_s = time.monotonic() + OPENING_TIMEOUT_S
+        with self.changed:
+            way.is_state_asked = True
+            self.changed.notify_all()
+            self._on_news()
+            while way.state is None and not way.is_over:
+                if not self.changed.wait(max(0.0, deadline_s - time.monotonic())):
+                    raise RuntimeError("the training loop made no step in time")
+            way.is_state_asked = False
+            return not way.is_over
+
+    def _build_missing_gradients(
+        self, way: _Way, store: GroupStore, missing: Mapping[GroupKey, PlannedLevel]
+    ) -> None:
+        for key, level in missing.items():
+            group = self._engine.build_gradients(
+                way.adopted.plan,
+                rank=way.rank,
+                level=level,
+                key=key,
+                store=store,
+                addresses=way.adopted.generation.addresses,
+            )
+            with self.changed:
+                way.gradients[key] = group
+                if way.is_over:
+                    self._drop_gradients(way)
+
+    def _drop_gradients(self, way: _Way) -> None:
+        while way.gradients:
+            way.gradients.popitem()[1].close()
 
     def _ask(self, way: _Way) -> Opening | None:
         """Have the training thread say where it stands; None if the way is over before."""

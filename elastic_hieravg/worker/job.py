@@ -8,6 +8,7 @@ import faulthandler
 import logging
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from torch.distributed import HashStore
 from torch.optim import Optimizer
 
 from elastic_hieravg.averaging.averager import HierarchicalAverager
-from elastic_hieravg.config import WorkerPlace, read_worker_place
+from elastic_hieravg.config import RestartPlace, WorkerPlace, read_worker_place
 from elastic_hieravg.errors import MembershipError, Problem
 from elastic_hieravg.events import Observe, ignore
 from elastic_hieravg.membership.local import (
@@ -41,6 +42,7 @@ from elastic_hieravg.worker.link import AgentLink
 
 # How often the agent is told how far this worker is.
 PROGRESS_S = 0.5
+HEARTBEAT_S = 3.0
 # So much of a traceback is told to the agent.
 RAISED_MAX = 16_000
 # The agent asks for every thread's stack with this before it kills a worker that hangs.
@@ -52,8 +54,13 @@ _log = logging.getLogger(__name__)
 
 
 def join() -> "Job":
-    """Take this process's place in the job: under `hieravg run`, or alone."""
-    return Job(read_worker_place())
+    """Take this process's place in the job: under `hieravg run`, under torchrun, or alone."""
+    place = read_worker_place()
+    if isinstance(place, RestartPlace):
+        from elastic_hieravg.worker.restarted import RestartedJob  # noqa: PLC0415 - it is made of this module
+
+        return RestartedJob(place)
+    return Job(place)
 
 
 class Job:
@@ -127,14 +134,18 @@ class Job:
             equalize=False,
             observe=observe,
         )
-        averager = ElasticAverager(engine, local_rank=self.local_rank, tell=self._tell, on_change=self._changed)
+        averager = ElasticAverager(
+            engine,
+            local_rank=self.local_rank,
+            optimizer=optimizer,
+            tell=self._tell,
+            on_change=self._changed,
+        )
         with self._lock:
             self._averager = averager
             early, self._early = self._early, []
             for message in early:
                 self._heed(averager, message)
-        if optimizer is not None:
-            self._optimizer = optimizer
         if self._link is None:
             averager.hold_alone()
         else:
@@ -226,11 +237,13 @@ class Job:
             callback(self)
 
     def _report(self) -> None:
-        told = None
+        told, told_s = None, 0.0
         while not self._closed.wait(PROGRESS_S):
             averager = self._averager
             is_excused = bool(self._num_quiet) or averager is None or averager.is_busy
             progress = Progress(self.step, is_excused=is_excused)
-            if progress != told:
+            now_s = time.monotonic()
+            # Now and then without news too: a frozen worker is silent, one that waits is not.
+            if progress != told or now_s > told_s + HEARTBEAT_S:
                 self._tell(progress)
-                told = progress
+                told, told_s = progress, now_s
