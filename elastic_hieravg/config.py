@@ -13,6 +13,7 @@ from pathlib import Path
 
 from elastic_hieravg.errors import DocumentError, InputError, Problem, TopologyError, UsageError, raise_if_any
 from elastic_hieravg.plan.document import parse_json
+from elastic_hieravg.plan.fitting import ON_MISFIT, OnMisfit
 from elastic_hieravg.plan.topology import Node
 
 NODE_FORM = "NAME:SLOTS[:key=value[,key=value...]]"
@@ -30,6 +31,15 @@ HOST_LABEL = "host"
 AGENT_SOCKET_VARIABLE = "HIERAVG_AGENT_SOCKET"
 AGENT_TOKEN_VARIABLE = "HIERAVG_AGENT_TOKEN"  # noqa: S105 - the name of it
 SECRET_BYTES_MAX = 64 * 1024
+# Set by torchrun in all its workers, whatever its version and backend.
+TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
+# What workers that torchrun starts have to know of their node and of the job; flags of `hieravg run` too.
+NODE_ID_VARIABLE = "HIERAVG_NODE_ID"
+HIERARCHY_VARIABLE = "HIERAVG_HIERARCHY"
+WARMUP_STEPS_VARIABLE = "HIERAVG_WARMUP_STEPS"
+ON_MISFIT_VARIABLE = "HIERAVG_ON_MISFIT"
+OWNER_VARIABLE = "HIERAVG_SNAPSHOT_OWNER"
+DEFAULT_HIERARCHY = "node=8,global=64"
 
 _SLOTS = re.compile(r"-?[0-9]{1,9}")
 _STEPS = re.compile(r"[0-9]{1,18}")
@@ -213,6 +223,15 @@ def read_params(text: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """What a launcher asks of every worker alike; `hierarchy` as people write it."""
+
+    hierarchy: str
+    warmup_steps: int
+    on_misfit: OnMisfit
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerPlace:
     """Where a worker process is in its job: how it reaches its agent, None if it has none."""
 
@@ -221,20 +240,73 @@ class WorkerPlace:
     token: str = ""
 
 
-def read_worker_place(environment: Mapping[str, str] | None = None) -> WorkerPlace:
-    """What the agent left in a worker's environment."""
+@dataclass(frozen=True, slots=True)
+class RestartPlace:
+    """Where a worker process is in one attempt of torchrun's, and what its launcher asks for.
+
+    `owner`: how the agent calls itself, if it is one that removes what its workers leave; else empty.
+    """
+
+    run_id: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    group_rank: int
+    restart_count: int
+    master_address: str
+    node_name: str
+    labels: Mapping[str, str]
+    asked: Asked
+    owner: str = ""
+
+
+def read_worker_place(environment: Mapping[str, str] | None = None) -> WorkerPlace | RestartPlace:
+    """What an agent left in a worker's environment: `hieravg run`'s, or torchrun's; or nobody did."""
     variables = os.environ if environment is None else environment
     socket = variables.get(AGENT_SOCKET_VARIABLE)
     if socket is not None:
         return WorkerPlace(int(variables["LOCAL_RANK"]), socket, variables[AGENT_TOKEN_VARIABLE])
-    if "TORCHELASTIC_RUN_ID" in variables:
+    if TORCHRUN_VARIABLE not in variables:
+        return WorkerPlace()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT")
+    wrong = [name for name in names if not _STEPS.fullmatch(variables.get(name, ""))]
+    if wrong or not variables.get("MASTER_ADDR"):
+        found = {name: variables.get(name) for name in (*wrong, "MASTER_ADDR")}
         raise UsageError(
             Problem(
-                f"this worker was started by torchrun (run {variables['TORCHELASTIC_RUN_ID']})",
-                "start the job with `hieravg run` instead, which takes torchrun's flags",
+                f"{TORCHRUN_VARIABLE} is set, as torchrun does, but not what belongs to it: {found}",
+                "start the workers with torchrun or `hieravg run`, or take that variable away",
             )
         )
-    return WorkerPlace()
+    rank, world_size, local_rank, local_world_size, group_rank, restart_count = (
+        int(variables[name]) for name in names
+    )
+    return RestartPlace(
+        run_id=variables[TORCHRUN_VARIABLE],
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        group_rank=group_rank,
+        restart_count=restart_count,
+        master_address=variables["MASTER_ADDR"],
+        node_name=variables.get(NODE_ID_VARIABLE) or host_name(),
+        labels=read_node_labels(environment=variables),
+        asked=Asked(
+            variables.get(HIERARCHY_VARIABLE, DEFAULT_HIERARCHY),
+            read_steps(variables.get(WARMUP_STEPS_VARIABLE, "0"), flag=WARMUP_STEPS_VARIABLE),
+            _read_on_misfit(variables.get(ON_MISFIT_VARIABLE, ON_MISFIT[0])),
+        ),
+        owner=variables.get(OWNER_VARIABLE, ""),
+    )
+
+
+def _read_on_misfit(text: str) -> OnMisfit:
+    on_misfit = next((each for each in ON_MISFIT if each == text), None)
+    if on_misfit is None:
+        raise UsageError(Problem(f"{ON_MISFIT_VARIABLE} is {text!r}", f"take {' or '.join(ON_MISFIT)}"))
+    return on_misfit
 
 
 def flag_default(name: str, *, prefix: str = "HIERAVG") -> str | None:

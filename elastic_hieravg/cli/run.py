@@ -6,7 +6,7 @@ torch is imported when the command runs, not before: `hieravg plan` answers at o
 import argparse
 from collections.abc import Sequence
 
-from elastic_hieravg.config import flag_default
+from elastic_hieravg.config import DEFAULT_HIERARCHY, flag_default
 
 HELP = "run a training script on this node, as a part of an elastic job"
 # torchrun's parser has other defaults: no store of our kind, and no restart.
@@ -58,7 +58,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         given = flag_default(variable)
         ours.add_argument(name, default=default if given is None else given, help=text)
 
-    add("--hierarchy", "node=8,global=64", "levels and their periods in steps, innermost first")
+    add("--hierarchy", DEFAULT_HIERARCHY, "levels and their periods in steps, innermost first")
     add("--membership", "in-place", "in-place: survivors keep their processes; restart: all start anew")
     add("--on-misfit", "repair", "group sizes that cannot be had: repair, or hold the job (strict)")
     add("--node-id", None, "this node's name; the host's name if not given")
