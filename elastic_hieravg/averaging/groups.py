@@ -11,11 +11,13 @@ import stat
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from torch import Tensor
-from torch.distributed import ProcessGroupGloo, Store, Work
+import torch.distributed as dist
+from torch import Tensor, cuda
+from torch.distributed import ProcessGroup, ProcessGroupGloo, Store, Work
 
 from elastic_hieravg.averaging.mesh import Peer, lost
 from elastic_hieravg.errors import PeerLostError
@@ -135,6 +137,51 @@ class Group:
             else:
                 self._connections.append(connection)
                 self._descriptors.append(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeWorld:
+    """The workers of one node, where they are not the world that the environment tells torch of.
+
+    `first_rank` is that of the node's first worker in a default group that a script makes by itself.
+    """
+
+    store: Store
+    rank: int
+    num_ranks: int
+    first_rank: int = 0
+
+
+def node_process_group(world: NodeWorld | None) -> tuple[ProcessGroup, Callable[[], None]]:
+    """torch's default group, over the workers of one node, and how to end it. Collective over them.
+
+    A default group that somebody has made already is left alone: what is returned is it, or a part of it.
+    """
+    if dist.is_initialized():
+        if world is None or dist.get_world_size() == world.num_ranks:
+            return _default_group(), lambda: None
+        ranks = list(range(world.first_rank, world.first_rank + world.num_ranks))
+        part = dist.new_group(ranks, use_local_synchronization=True)
+        assert isinstance(part, ProcessGroup)
+        return part, lambda: dist.destroy_process_group(part) if dist.is_initialized() else None
+    backend = "cpu:gloo,cuda:nccl" if cuda.is_available() else "gloo"
+    if world is None:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=world.store, rank=world.rank, world_size=world.num_ranks)
+    made = _default_group()
+
+    def end() -> None:
+        if dist.is_initialized() and dist.group.WORLD is made:
+            dist.destroy_process_group()
+
+    return made, end
+
+
+def _default_group() -> ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def _gloo_options(address: str, *, timeout_s: float) -> Any:

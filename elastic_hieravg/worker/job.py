@@ -10,18 +10,19 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Self
+from types import MappingProxyType, TracebackType
+from typing import Self, SupportsFloat
 
 from torch import Tensor, nn
-from torch.distributed import HashStore
+from torch.distributed import HashStore, ProcessGroup
 from torch.optim import Optimizer
 
 from elastic_hieravg.averaging.averager import HierarchicalAverager
+from elastic_hieravg.averaging.groups import NodeWorld, node_process_group
 from elastic_hieravg.config import RestartPlace, WorkerPlace, read_worker_place
-from elastic_hieravg.errors import MembershipError, Problem
+from elastic_hieravg.errors import InputError, MembershipError, Problem, raise_if_any
 from elastic_hieravg.events import Observe, ignore
 from elastic_hieravg.membership.local import (
     Bye,
@@ -43,6 +44,9 @@ from elastic_hieravg.worker.link import AgentLink
 # How often the agent is told how far this worker is.
 PROGRESS_S = 0.5
 HEARTBEAT_S = 3.0
+# A script reports no more names than these: a number in a name is a mistake.
+REPORTED_NAMES_MAX = 50
+PROCESS_GROUPS = ("node",)
 # So much of a traceback is told to the agent.
 RAISED_MAX = 16_000
 # The agent asks for every thread's stack with this before it kills a worker that hangs.
@@ -73,10 +77,12 @@ class Job:
         self.plan: Plan = plan
         self.rank = 0
         self.generation = 0
-        self.num_reported = 0
         self._averager: ElasticAverager | None = None
         self._link: AgentLink | None = None
         self._callbacks: list[Callable[[Job], None]] = []
+        self._closers: list[Callable[[], None]] = []
+        self._reported: dict[str, float] = {}
+        self._process_group: ProcessGroup | None = None
         self._num_quiet = 0
         self._last_step = 0
         self._early: list[FromAgent] = []
@@ -153,6 +159,48 @@ class Job:
             averager.join()
         return averager
 
+    def process_group(self, name: str = "node") -> ProcessGroup:
+        """A process group of torch over this node's workers, for DDP or FSDP inside the node.
+
+        Collective over them. It ends with the job, and when the node's workers start anew there is a new one.
+        """
+        if name not in PROCESS_GROUPS:
+            raise InputError(
+                Problem(
+                    f"there is no process group {name!r}",
+                    f"ask for {' or '.join(map(repr, PROCESS_GROUPS))}; the averager reaches all other ranks",
+                )
+            )
+        if self._process_group is None:
+            self._process_group, close = node_process_group(self._node_world())
+            self._closers.append(close)
+        return self._process_group
+
+    def report(self, **values: SupportsFloat) -> None:
+        """Say how the training goes: `job.report(loss=loss)`. The newest number of each name is kept."""
+        numbers = {name: _number(value) for name, value in values.items()}
+        problems = [
+            Problem(f"{name} is reported as {str(values[name])[:40]!r}", "report numbers, one for each name")
+            for name, number in numbers.items()
+            if number is None
+        ]
+        names = {*self._reported, *numbers}
+        if len(names) > REPORTED_NAMES_MAX:
+            new = ", ".join(sorted(names - self._reported.keys())[:3])
+            problems.append(
+                Problem(
+                    f"{len(names)} names are reported, {REPORTED_NAMES_MAX} at most can be; new: {new}",
+                    "use the same names at every step, without numbers that count in them",
+                )
+            )
+        raise_if_any(InputError, problems)
+        self._reported |= {name: number for name, number in numbers.items() if number is not None}
+
+    @property
+    def reported(self) -> Mapping[str, float]:
+        """The newest number of each name that was reported."""
+        return MappingProxyType(self._reported)
+
     def on_change(self, callback: "Callable[[Job], None]") -> None:
         """Have a function called, between two steps, whenever this worker enters a generation."""
         self._callbacks.append(callback)
@@ -165,6 +213,14 @@ class Job:
             yield
         finally:
             self._num_quiet -= 1
+
+    def close(self) -> None:
+        """What leaving the block does: have the last global round with everybody, and go."""
+        self.__exit__(None, None, None)
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Have a function called when the job is left, however it is left."""
+        self._closers.append(callback)
 
     def __enter__(self) -> Self:
         if self._place.socket is not None:
@@ -182,6 +238,8 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._closed.is_set():
+            return
         try:
             if kind is None:
                 if self._averager is not None:
@@ -194,8 +252,14 @@ class Job:
 
     # --- inside -----------------------------------------------------------------------------------------------
 
+    def _node_world(self) -> NodeWorld | None:
+        """Where this node's workers meet; None if the environment says so, as the agent makes it do."""
+        return NodeWorld(HashStore(), rank=0, num_ranks=1) if self._link is None else None
+
     def _close(self) -> None:
         self._closed.set()
+        while self._closers:
+            self._closers.pop()()
         if self._reporter is not None:
             self._reporter.join()
         if self._averager is not None:
@@ -247,3 +311,13 @@ class Job:
             if progress != told or now_s > told_s + HEARTBEAT_S:
                 self._tell(progress)
                 told, told_s = progress, now_s
+
+
+def _number(value: object) -> float | None:
+    """A number, also one of torch's or numpy's. Not text, and not a flag, which is a number to Python."""
+    if isinstance(value, (str, bytes, bool)) or not isinstance(value, SupportsFloat):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None

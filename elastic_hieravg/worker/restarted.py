@@ -18,10 +18,11 @@ from types import TracebackType
 from typing import Self
 
 from torch import Tensor, nn
-from torch.distributed import Store, rendezvous
+from torch.distributed import PrefixStore, Store, rendezvous
 from torch.optim import Optimizer
 
 from elastic_hieravg.averaging.averager import HierarchicalAverager
+from elastic_hieravg.averaging.groups import NodeWorld
 from elastic_hieravg.config import TORCHRUN_VARIABLE, Asked, RestartPlace, WorkerPlace
 from elastic_hieravg.errors import MembershipError, PeerLostError, Problem, UsageError
 from elastic_hieravg.events import Observe, ignore
@@ -201,6 +202,14 @@ class RestartedJob(Job):
         if found and not fitting:
             _log.warning("the snapshots of this node are of another model or optimizer; none of them is taken")
         return next((each for each in fitting if each.is_whole()), None)
+
+    def _node_world(self) -> NodeWorld:
+        place = self._attempt
+        assert self._store is not None
+        assert self._meeting is not None
+        store = PrefixStore(f"node/{place.group_rank}", attempt_store(self._store, self._meeting))
+        first_rank = place.rank - place.local_rank
+        return NodeWorld(store, place.local_rank, place.local_world_size, first_rank)
 
     def _close(self) -> None:
         super()._close()
