@@ -6,6 +6,7 @@ node, so that no round can meet what an earlier one left behind.
 """
 
 import atexit
+import os
 import sys
 import threading
 import time
@@ -24,15 +25,18 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.utils.logging import get_logger
 
+from elastic_hieravg.config import NODE_ID_VARIABLE, OWNER_VARIABLE, export
 from elastic_hieravg.errors import HierAvgError, StoreError
-from elastic_hieravg.membership.decisions import Action
+from elastic_hieravg.membership.decisions import Action, Policy
 from elastic_hieravg.membership.etcd import EtcdKeyValue
-from elastic_hieravg.membership.messages import Adopted, Fenced, Notice, Warned
+from elastic_hieravg.membership.kv import KeyValue
+from elastic_hieravg.membership.messages import Adopted, Candidate, Fenced, Notice, Warned
 from elastic_hieravg.membership.records import Closing, StoreOffer
 from elastic_hieravg.membership.service import Membership, Status, StoreAway, StoreBack
+from elastic_hieravg.membership.snapshot_files import Owner, remove_of, remove_stale
 from elastic_hieravg.rendezvous import BACKEND
 from elastic_hieravg.rendezvous.round_store import RoundStore, cut_connections
-from elastic_hieravg.rendezvous.settings import Settings, read_settings
+from elastic_hieravg.rendezvous.settings import read_settings
 
 # How long a round's store may take to be offered, and to be connected to.
 STORE_TIMEOUT_S = 30.0
@@ -47,18 +51,24 @@ CUT_EVERY_S = 0.1
 _log = get_logger(f"torch.distributed.elastic.rendezvous.{BACKEND}")
 
 
-def create_handler(parameters: RendezvousParameters) -> "EtcdRendezvousHandler":
+def create_handler(parameters: RendezvousParameters) -> "MembershipRendezvousHandler":
     """A handler for what torchrun was told, connected to etcd; `ValueError` with what is wrong with it."""
     try:
-        return EtcdRendezvousHandler(
-            read_settings(
-                run_id=parameters.run_id,
-                endpoint=parameters.endpoint,
-                nodes_min=parameters.min_nodes,
-                nodes_max=parameters.max_nodes,
-                local_address=parameters.local_addr,
-                conf=parameters.config,
-            )
+        settings = read_settings(
+            run_id=parameters.run_id,
+            endpoint=parameters.endpoint,
+            nodes_min=parameters.min_nodes,
+            nodes_max=parameters.max_nodes,
+            local_address=parameters.local_addr,
+            conf=parameters.config,
+        )
+        return MembershipRendezvousHandler(
+            EtcdKeyValue(settings.etcd),
+            settings.candidate,
+            backend=BACKEND,
+            run_id=settings.run_id,
+            policy=settings.policy,
+            lease_ttl_s=settings.lease_ttl_s,
         )
     except StoreError as exc:
         raise RendezvousConnectionError(str(exc)) from exc
@@ -66,24 +76,37 @@ def create_handler(parameters: RendezvousParameters) -> "EtcdRendezvousHandler":
         raise ValueError(str(exc)) from exc
 
 
-class EtcdRendezvousHandler(RendezvousHandler):
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+class MembershipRendezvousHandler(RendezvousHandler):
+    """`kv` is the store of the membership, whichever it is; it is closed with the handler."""
+
+    def __init__(
+        self,
+        kv: KeyValue,
+        candidate: Candidate,
+        *,
+        backend: str,
+        run_id: str,
+        policy: Policy,
+        lease_ttl_s: float,
+    ) -> None:
+        self._backend = backend
+        self._run_id = run_id
+        self._policy = policy
+        self._lease_ttl_s = lease_ttl_s
+        self._address = candidate.address
         # The store of the round that runs, if it is this process that serves it.
         self._server: TCPStore | None = None
         self._watched: tuple[int, str, int] | None = None
         self._has_run = False
         self._told = ""
         self._closed = threading.Event()
-        self._kv = EtcdKeyValue(settings.etcd)
+        self._kv = kv
+        # What agents that are gone have left; this one's workers may need the room.
+        remove_stale(time.time())
+        self._owner = Owner.of_process(os.getpid())
         try:
             self._membership = Membership(
-                self._kv,
-                settings.candidate,
-                run_id=settings.run_id,
-                policy=settings.policy,
-                lease_ttl_s=settings.lease_ttl_s,
-                observe=self._observe,
+                kv, candidate, run_id=run_id, policy=policy, lease_ttl_s=lease_ttl_s, observe=self._observe
             )
         except BaseException:
             self._kv.close()
@@ -99,17 +122,17 @@ class EtcdRendezvousHandler(RendezvousHandler):
             raise error
 
     def get_backend(self) -> str:
-        return BACKEND
+        return self._backend
 
     @property
     def use_agent_store(self) -> bool:
         return True
 
     def get_run_id(self) -> str:
-        return self._settings.run_id
+        return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        deadline_s = time.monotonic() + self._settings.policy.pause_s
+        deadline_s = time.monotonic() + self._policy.pause_s
         while True:
             before = self._membership.status.adopted
             self._membership.renew(is_ready=True)
@@ -118,6 +141,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
             info = self._enter(adopted)
             if info is not None:
                 self._has_run = True
+                # For the workers: who they are, and that this process removes what they keep.
+                node_id = self._membership.status.node.node_id
+                export({NODE_ID_VARIABLE: node_id, OWNER_VARIABLE: str(self._owner)})
                 return info
             _log.info("generation %s ended before it began", adopted.generation.number)
 
@@ -127,7 +153,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     def set_closed(self) -> None:
         closing = Closing(True, f"closed by {self._membership.status.node.node_id}")
         if not self._membership.end_job(closing, timeout_s=CLOSE_TIMEOUT_S):
-            raise RendezvousConnectionError("etcd did not take the end of the job in time")
+            raise RendezvousConnectionError("the store did not take the end of the job in time")
 
     def num_nodes_waiting(self) -> int:
         status = self._membership.status
@@ -166,7 +192,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
                 _log.info("waiting: %s", self._told)
             if status.decision.action is Action.KEEP:
                 # A spare waits as long as the job runs without it.
-                deadline_s = time.monotonic() + self._settings.policy.pause_s
+                deadline_s = time.monotonic() + self._policy.pause_s
             if time.monotonic() > deadline_s + CLOSE_TIMEOUT_S:
                 raise RendezvousTimeoutError(f"no round began within join_timeout: {status.decision.reason}")
 
@@ -180,12 +206,12 @@ class EtcdRendezvousHandler(RendezvousHandler):
             _log.warning(
                 "run %s is over (%s); this node came too late and is not needed. To run it again, "
                 "use another --rdzv-id.",
-                self._settings.run_id,
+                self._run_id,
                 status.ended.reason,
             )
             # The way out of torchrun with exit code 0: its own exception for this crashes it.
             raise SystemExit(0)
-        raise RendezvousClosedError(f"run {self._settings.run_id} is over: {status.ended.reason}")
+        raise RendezvousClosedError(f"run {self._run_id} is over: {status.ended.reason}")
 
     def _enter(self, adopted: Adopted) -> RendezvousInfo | None:
         """Meet the others at the generation's store; None if the generation is over before that."""
@@ -215,7 +241,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         return RendezvousInfo(round_store, rank, world_size, RendezvousStoreInfo(offer.address, offer.port))
 
     def _serve(self, number: int) -> None:
-        address = self._settings.candidate.address
+        address = self._address
         # The one before is dropped only now: others may have been on their way through it.
         self._server = TCPStore(
             host_name=address,
@@ -245,7 +271,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
     @property
     def _loss_known_s(self) -> float:
         """A node that is lost is known to be so after this long, whatever took it."""
-        return self._settings.lease_ttl_s + LOSS_MARGIN_S
+        return self._lease_ttl_s + LOSS_MARGIN_S
 
     def _await_end(self, number: int) -> bool:
         return self._membership.wait(lambda _: self._is_over(number), timeout_s=self._loss_known_s)
@@ -264,7 +290,7 @@ class EtcdRendezvousHandler(RendezvousHandler):
         """This node failed. If the others can go on they do; if not, the job is over for them too."""
         status = self._membership.status
         reason = f"{status.node.node_id} failed: {type(error).__name__}"
-        if status.num_others < self._settings.policy.job.nodes_min:
+        if status.num_others < self._policy.job.nodes_min:
             self._membership.end_job(Closing(False, reason), timeout_s=CLOSE_TIMEOUT_S)
 
     def _close(self) -> None:
@@ -273,6 +299,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
         self._cutter.join()
         self._membership.close()
         self._kv.close()
+        # The workers have ended: nobody will need their snapshots.
+        if self._owner is not None:
+            remove_of(self._owner)
 
     def _observe(self, notice: Notice | StoreAway | StoreBack) -> None:
         match notice:
@@ -281,9 +310,9 @@ class EtcdRendezvousHandler(RendezvousHandler):
             case Fenced():
                 _log.warning("this node was taken out of the job while it lives; it joins again")
             case StoreAway(why):
-                _log.warning("etcd is away, training goes on: %s", why)
+                _log.warning("the store is away, training goes on: %s", why)
             case StoreBack():
-                _log.warning("etcd is back")
+                _log.warning("the store is back")
             case Warned(text):
                 _log.warning("%s", text)
 
