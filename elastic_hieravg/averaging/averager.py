@@ -48,12 +48,14 @@ class HierarchicalAverager:
         equalize: bool = True,
         observe: Observe = ignore,
         timeout_s: float = TIMEOUT_S,
+        build_timeout_s: float | None = None,
     ) -> None:
         self._flat = FlatModel(*tensors_of(model, average_buffers=average_buffers))
         self._store = store
         self._addresses = dict(addresses or {})
         self._observe = observe
         self._timeout_s = timeout_s
+        self._build_timeout_s = build_timeout_s
         self._groups: dict[GroupKey, AveragingGroup] = {}
         self._step = 0
         self._samples: dict[str, float] = {}
@@ -177,6 +179,7 @@ class HierarchicalAverager:
             index=ranks.index(rank),
             peers=_peers(plan, ranks, addresses),
             timeout_s=self._timeout_s,
+            build_timeout_s=self._build_timeout_s,
         )
 
     def rounds_committed(self) -> dict[str, int]:

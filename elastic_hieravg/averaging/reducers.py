@@ -212,8 +212,13 @@ def _own_divergence(flat: FlatModel, results: Sequence[Tensor], share: float) ->
     return found
 
 
-def build_reducer(flat: FlatModel, mesh: Mesh, store: Store, *, shared: bool, timeout_s: float) -> Reducer:
-    """The reducer for this group. `shared`: every rank of the group can share its node's memory."""
+def build_reducer(
+    flat: FlatModel, mesh: Mesh, store: Store, *, shared: bool, timeout_s: float, meet_s: float
+) -> Reducer:
+    """The reducer for this group. `shared`: every rank of the group can share its node's memory.
+
+    `meet_s`: how long the ranks of a node may take to connect; `timeout_s`: for everything after that.
+    """
     me = mesh.peers[mesh.index]
     nodes = list(dict.fromkeys(peer.node_id for peer in mesh.peers))
     members = [index for index, peer in enumerate(mesh.peers) if peer.node_id == me.node_id]
@@ -229,7 +234,7 @@ def build_reducer(flat: FlatModel, mesh: Mesh, store: Store, *, shared: bool, ti
         PrefixStore(f"node/{me.node_id}", store),
         index=local_index,
         peers=tuple(mesh.peers[member] for member in members),
-        timeout_s=timeout_s,
+        timeout_s=meet_s,
     )
     carriers = None
     if local_index < num_slices:

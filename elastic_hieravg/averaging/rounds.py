@@ -58,8 +58,13 @@ class AveragingGroup:
         index: int,
         peers: tuple[Peer, ...],
         timeout_s: float = TIMEOUT_S,
+        build_timeout_s: float | None = None,
     ) -> None:
-        """`store`: a prefix that no other group uses, now or ever. `index`: this rank's place in `peers`."""
+        """`store`: a prefix that no other group uses, now or ever. `index`: this rank's place in `peers`.
+
+        `timeout_s`: how long this rank waits for the others in a round; `build_timeout_s`: until they are
+        connected, as long if not given.
+        """
         self.level = level
         self._flat = flat
         self._store = store
@@ -70,10 +75,11 @@ class AveragingGroup:
         self.committed_index = 0
         # What the others may have taken without this rank's knowing; set while that is so.
         self._in_doubt: Agreement | None = None
-        self._mesh = Mesh(store, index=index, peers=peers, timeout_s=timeout_s)
+        meet_s = timeout_s if build_timeout_s is None else build_timeout_s
+        self._mesh = Mesh(store, index=index, peers=peers, timeout_s=meet_s)
         try:
             self._reducer: Reducer = build_reducer(
-                flat, self._mesh, store, shared=self._can_share(), timeout_s=timeout_s
+                flat, self._mesh, store, shared=self._can_share(), timeout_s=timeout_s, meet_s=meet_s
             )
         except BaseException:
             self._mesh.close()
