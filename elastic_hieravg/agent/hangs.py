@@ -12,6 +12,27 @@ FLOOR_S = 30.0
 # So many times its slowest step of late.
 STEPS = 10.0
 REMEMBERED = 64
+# The agent looks at its workers far more often than this, unless it does not run itself.
+LOOK_S = 2.0
+
+
+@dataclass(slots=True)
+class AwakeClock:
+    """Seconds in which this process ran. A node that was frozen as a whole blames no worker for it.
+
+    >>> clock = AwakeClock()
+    >>> [clock.read(now_s) for now_s in (100.0, 100.5, 160.5)]
+    [0.0, 0.5, 2.5]
+    """
+
+    _awake_s: float = 0.0
+    _seen_s: float | None = None
+
+    def read(self, now_s: float) -> float:
+        if self._seen_s is not None:
+            self._awake_s += min(now_s - self._seen_s, LOOK_S)
+        self._seen_s = now_s
+        return self._awake_s
 
 
 @dataclass(slots=True)

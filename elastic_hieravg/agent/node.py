@@ -10,7 +10,7 @@ import threading
 import time
 
 from elastic_hieravg.agent.channel import WorkerChannel
-from elastic_hieravg.agent.hangs import Pulse
+from elastic_hieravg.agent.hangs import AwakeClock, Pulse
 from elastic_hieravg.membership.decisions import Policy
 from elastic_hieravg.membership.embedded import EmbeddedServer
 from elastic_hieravg.membership.kv import KeyValue
@@ -63,6 +63,7 @@ class InPlaceNode:
         self._done: set[int] = set()
         self._pids: dict[int, int] = {}
         self._pulses: dict[int, Pulse] = {}
+        self._clock = AwakeClock()
         self._drained: set[int] = set()
         self._raised = ""
         self._has_stepped = False
@@ -114,8 +115,8 @@ class InPlaceNode:
 
     def hung_worker(self) -> tuple[int, int, float] | None:
         """A worker that hangs: its local rank, its process id, and for how long it has stood still."""
-        now_s = time.monotonic()
         with self._lock:
+            now_s = self._clock.read(time.monotonic())
             for local_rank, pulse in self._pulses.items():
                 process_id = self._pids.get(local_rank)
                 if process_id is not None and pulse.hangs(now_s):
@@ -178,7 +179,7 @@ class InPlaceNode:
                 self._pids[local_rank] = process_id
             case Progress(step, is_excused):
                 pulse = self._pulses.setdefault(local_rank, Pulse(self._hang_timeout_s))
-                pulse.report(time.monotonic(), step=step, is_excused=is_excused)
+                pulse.report(self._clock.read(time.monotonic()), step=step, is_excused=is_excused)
                 self._has_stepped |= step > 0 and not is_excused
             case Drained():
                 self._drained.add(local_rank)
