@@ -49,11 +49,16 @@ def read_opening(text: str) -> Opening:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where everybody enters, and whether with a global round. `committed` is the newest anybody has."""
+    """Where everybody enters, and whether with a global round. `committed` is the newest anybody has.
+
+    `is_ownerless`: nobody has the model. Then it is that of the ranks that stand at `step`, if they have made
+    any: they were all taken out at once while they lived. Otherwise the job starts.
+    """
 
     step: int
     is_round_wanted: bool
     committed: Mapping[str, int]
+    is_ownerless: bool = False
 
     def was_committed(self, group: str, round_index: int) -> bool:
         """Whether somebody took the result of a round: then whoever is in doubt about it takes it too."""
@@ -63,12 +68,15 @@ class Entry:
 def entry_of(openings: Sequence[Opening]) -> Entry:
     """What follows from everybody's opening.
 
-    A rank without the model follows the others' steps. If nobody has it the job starts.
+    A rank without the model follows the others' steps.
 
     >>> entry_of([Opening(7, holds_model=True), Opening(9, holds_model=True), Opening(0, holds_model=False)])
-    Entry(step=9, is_round_wanted=True, committed={})
+    Entry(step=9, is_round_wanted=True, committed={}, is_ownerless=False)
+    >>> entry_of([Opening(7, holds_model=False), Opening(0, holds_model=False)])
+    Entry(step=7, is_round_wanted=True, committed={}, is_ownerless=True)
     """
-    steps = [opening.step for opening in openings if opening.holds_model]
+    holders = [opening for opening in openings if opening.holds_model]
+    steps = [opening.step for opening in holders or openings]
     committed: dict[str, int] = {}
     for opening in openings:
         for name, number in (opening.committed or {}).items():
@@ -77,6 +85,7 @@ def entry_of(openings: Sequence[Opening]) -> Entry:
         max(steps, default=0),
         any(opening.wants_round or not opening.holds_model for opening in openings),
         committed,
+        is_ownerless=not holders,
     )
 
 

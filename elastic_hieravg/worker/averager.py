@@ -243,6 +243,9 @@ class ElasticAverager:
         )
         self._current = entering.adopted
         self._dead_since = None
+        if entry.is_ownerless:
+            # The store lost everybody's lease at once: their models count, not that of a newcomer among them.
+            self._holds_model = 0 < entry.step == engine.step_count
         self._tell(Entered(entering.adopted.generation.number))
         self._on_change(entering.adopted)
         if entry.is_round_wanted and engine.plan.levels:
