@@ -1,0 +1,1 @@
+"""Long runs under faults; `make soak` runs them, `make test` does not."""
