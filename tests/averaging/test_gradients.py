@@ -1,6 +1,11 @@
 """Gradient averaging for DDP, on real processes."""
 
+import os
+import signal
+import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,7 +14,7 @@ from torch import nn
 
 from elastic_hieravg.averaging.averager import HierarchicalAverager
 from elastic_hieravg.plan import Plan, difference, first_keys
-from tests.averaging.ranks import Rank, Ranks
+from tests.averaging.ranks import Died, Rank, Ranks
 from tests.averaging.test_averager import Scalar, answers_of, make_plan
 
 
@@ -79,3 +84,83 @@ def rehooked(rank: Rank) -> list[float]:
 def test_the_gradient_hook_follows_a_new_plan(ranks: Ranks) -> None:
     answers = answers_of(ranks.call(rehooked, world_size=3))
     assert answers == [[0.0, 0.5], [1.5, 0.5], [1.5, 2.0]]
+
+
+WIDTH = 300
+KILLED_IN_STEP = 2
+
+
+@contextmanager
+def ddp_alone(model: nn.Module) -> Iterator[nn.parallel.DistributedDataParallel]:
+    """A DDP model whose own process group is this rank alone, in a bucket for every layer."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1e-3)
+    finally:
+        dist.destroy_process_group()
+
+
+def lose_peer(rank: Rank, victim: int) -> tuple[list[str], int, int, float]:
+    """What the gradients were in each step, and how many passes were counted; the victim dies in one."""
+    torch.manual_seed(0)
+    plan = make_plan("global=100", 1, 1, 1)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    model = nn.Sequential(*layers)
+    averager = HierarchicalAverager(model, plan=plan, rank=rank.rank, store=rank.store(), timeout_s=60)
+    found, longest_s = [], 0.0
+    with warnings.catch_warnings(), ddp_alone(model) as ddp:
+        warnings.simplefilter("ignore")
+        averager.register_hook(ddp)
+        for step in range(1, 5):
+            local, mean = expected(model, rank, step)
+            if rank.rank == victim and step == KILLED_IN_STEP:
+                # In the middle: the gradients of the last layers are on their way already.
+                layers[1].weight.register_hook(die)  # type: ignore[no-untyped-call]
+            started_s = time.monotonic()
+            ddp.zero_grad()
+            ddp(inputs(rank.rank, step)).square().sum().backward()
+            longest_s = max(longest_s, time.monotonic() - started_s)
+            gradients = [parameter.grad for parameter in model.parameters()]
+            kinds = [kind_of(*each) for each in zip(gradients, local, mean, strict=True)]
+            found.append("/".join(dict.fromkeys(reversed(kinds))))
+            averager.step()
+    averager.close()
+    return found, averager.num_local_gradients, len(averager.gradient_keys), longest_s
+
+
+def die(_: torch.Tensor) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def inputs(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def expected(model: nn.Module, rank: Rank, step: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """A rank's own gradients, and their mean over all: all ranks have the same model."""
+    by_rank = []
+    for other in range(rank.world_size):
+        loss = model(inputs(other, step)).square().sum()
+        by_rank.append(torch.autograd.grad(loss, list(model.parameters())))
+    means = [torch.stack(each).mean(0) for each in zip(*by_rank, strict=True)]
+    return list(by_rank[rank.rank]), means
+
+
+def kind_of(gradient: torch.Tensor | None, local: torch.Tensor, mean: torch.Tensor) -> str:
+    assert gradient is not None
+    if torch.equal(gradient, local):
+        return "local"
+    return "mean" if torch.allclose(gradient, mean, rtol=1e-4, atol=1e-4) else "torn"
+
+
+def test_after_a_lost_peer_the_rest_of_the_backward_pass_stays_local_and_nothing_raises(ranks: Ranks) -> None:
+    *others, died = ranks.call(lose_peer, 2, world_size=3)
+    assert died == Died(-signal.SIGKILL)
+    for kinds, num_local, num_groups, seconds in answers_of(others):
+        assert kinds[0] == "mean"
+        # What came before the loss may be everybody's; from the loss on it is the rank's own, and whole.
+        assert kinds[1] in ("mean/local", "local")
+        assert kinds[2:] == ["local", "local"]
+        assert num_local == 3
+        assert num_groups == 0
+        assert seconds < 30, "a killed peer is seen by the end of its connection, not by a timeout"
