@@ -25,6 +25,7 @@ POLL_S = 0.05
 # So many steps of everybody say that the world steps on.
 STEPS_SEEN = 3
 MARK = "TEST_NODE_MARK"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 _numbers = count()
 
@@ -50,7 +51,16 @@ def wait_for(until: Callable[[], bool], *, what: str, within_s: float = PATIENCE
 
 
 class TorchrunNode:
-    def __init__(self, command: Sequence[str], *, node_id: str, folder: Path, labels: str) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        node_id: str,
+        folder: Path,
+        labels: str,
+        launcher: Sequence[str] = TORCHRUN,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.node_id = node_id
         self.mark = f"{MARK}={os.getpid()}-{next(_numbers)}"
         self._log = folder / f"{node_id}-{self.mark.rpartition('-')[2]}.log"
@@ -60,12 +70,12 @@ class TorchrunNode:
         own |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "LOGLEVEL": "INFO"}
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "torch.distributed.run", *command],
+                ["setpriv", "--pdeathsig", "KILL", *launcher, *command],
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
                 cwd=ROOT,
-                env={**os.environ, **own},
+                env={**os.environ, **own, **(variables or {})},
             )
 
     @property

@@ -21,6 +21,8 @@ import elastic_hieravg as eh
 LIFE_S = 600
 STEP_S = 0.01
 BATCH = 8
+# Of the job's innermost rounds.
+PERIOD = 2
 
 
 def digest_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -28,7 +30,7 @@ def digest_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     for tensor in model.state_dict().values():
         found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     steps = [float(state["step"]) for state in optimizer.state.values()]
-    return f"{found.hexdigest()[:16]} {min(steps, default=0.0)}"
+    return f"{found.hexdigest()[:16]} after {min(steps, default=0.0):g}"
 
 
 def main() -> None:
@@ -56,7 +58,8 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             averager.step(num_samples=BATCH)
-            say("step")
+            # The model after a global round is what snapshots hold; on one node every round is global.
+            say("step", **({} if job.step % PERIOD else {"digest": digest_of(model, optimizer)}))
             time.sleep(STEP_S)
             if job.rank == 0 and (folder / "finish").exists():
                 break
