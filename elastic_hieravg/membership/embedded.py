@@ -5,19 +5,29 @@ judged by the server's clock alone. Invariant: time in which the server itself s
 """
 
 import contextlib
-import math
+import queue
 import secrets
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
-from elastic_hieravg.errors import LeaseLostError, Problem, StoreAwayError, StoreDeniedError, StoreError
+from elastic_hieravg.errors import LeaseLostError, Problem, StoreAwayError, StoreDeniedError
+from elastic_hieravg.membership.embedded_watch import EmbeddedWatch
 from elastic_hieravg.membership.frames import RECEIVE_BYTES, Decoder, FrameError, Stream, encode
-from elastic_hieravg.membership.kv import Changes, Entry, Put, Snapshot, Write
+from elastic_hieravg.membership.kv import Snapshot, Write
 from elastic_hieravg.membership.ledger import Ledger, lease_lost
+from elastic_hieravg.membership.wire import (
+    changes_message,
+    raise_if_away,
+    read_snapshot,
+    read_ttl_s,
+    read_write,
+    snapshot_message,
+    write_message,
+)
 
 PROTOCOL = "elastic_hieravg/embedded/1"
 CALL_TIMEOUT_S = 3.0
@@ -28,21 +38,51 @@ UNSENT_BYTES_MAX = 64 * 1024 * 1024
 STALL_S = 0.5
 POLL_S = 0.5
 BACKLOG = 512
-# The first wait after a watch ended, and the longest.
-RETRY_S = 0.05
-RETRY_MAX_S = 1.0
+_CALLS = frozenset({"get", "write", "grant", "keep_alive", "revoke", "watch"})
+
+
+class Steward(Protocol):
+    """Who owns a server that may come to serve, or cease to. Called in the server's thread."""
+
+    def hear(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer what is no call to the store."""
+
+    def admit(self, now_s: float, ledger: Ledger, write: Write) -> Write:
+        """The write as it is to be applied; `StoreAwayError` if not now."""
+
+    def why_away(self) -> str:
+        """Why the store is not served here."""
+
+
+def new_lease_id() -> int:
+    """Ids from here on were given away by no server before."""
+    return secrets.randbits(47) << 8
 
 
 class EmbeddedServer:
-    """Serves one run's store in a thread of its own until closed."""
+    """Serves one run's store in a thread of its own until closed.
+
+    With a `steward` it may also stand by: it then answers what the steward answers, and no call to the store.
+    `server_id` is this server's alone, whatever was or will be at its address.
+    """
 
     def __init__(
-        self, address: str, port: int, *, run_id: str, clock: Callable[[], float] = time.monotonic
+        self,
+        address: str,
+        port: int,
+        *,
+        run_id: str,
+        clock: Callable[[], float] = time.monotonic,
+        steward: Steward | None = None,
+        is_serving: bool = True,
     ) -> None:
         self._run_id = run_id
         self._clock = clock
-        # Ids that no server before this one gave away.
-        self._ledger = Ledger(first_lease_id=secrets.randbits(47) << 8)
+        self._steward = steward
+        self.server_id = secrets.token_hex(8)
+        self._ledger = Ledger(first_lease_id=new_lease_id())
+        self._is_serving = is_serving
+        self._orders: queue.SimpleQueue[Ledger | None] = queue.SimpleQueue()
         self._listener = socket.create_server((address, port), backlog=BACKLOG)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
@@ -55,11 +95,19 @@ class EmbeddedServer:
         self._thread = threading.Thread(target=self._serve, name="hieravg-store", daemon=True)
         self._thread.start()
 
+    def serve(self, ledger: Ledger | None) -> None:
+        """Go on with this ledger, or stand by. Whoever is connected has to come anew."""
+        self._orders.put(ledger)
+        self._wake()
+
     def close(self) -> None:
         self._is_closed = True
+        self._wake()
+        self._thread.join()
+
+    def _wake(self) -> None:
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
-        self._thread.join()
 
     def _serve(self) -> None:
         try:
@@ -67,6 +115,7 @@ class EmbeddedServer:
             while not self._is_closed:
                 timeout_s = self._timeout_s(last_s)
                 ready = self._selector.select(timeout_s)
+                self._take_orders()
                 now_s = self._clock()
                 if now_s - last_s > timeout_s + STALL_S:
                     self._ledger.forgive(now_s - last_s - timeout_s)
@@ -83,6 +132,15 @@ class EmbeddedServer:
                 sock.close()
             self._selector.close()
 
+    def _take_orders(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                ledger = self._orders.get_nowait()
+                self._is_serving = ledger is not None
+                self._ledger = ledger or Ledger()
+                for client in [each for each in self._clients.values() if each.prefix is not None]:
+                    self._drop(client)
+
     def _timeout_s(self, now_s: float) -> float:
         expiry_s = self._ledger.next_expiry_s()
         return POLL_S if expiry_s is None else min(POLL_S, max(0.0, expiry_s - now_s))
@@ -90,6 +148,9 @@ class EmbeddedServer:
     def _handle(self, now_s: float, sock: Any, events: int) -> None:
         if sock is self._listener:
             self._accept()
+            return
+        if sock is self._woken:
+            self._woken.recv(RECEIVE_BYTES)
             return
         client = self._clients.get(sock)
         if client is None:
@@ -125,31 +186,43 @@ class EmbeddedServer:
     def _answer(self, now_s: float, client: "_Client", message: Mapping[str, Any]) -> dict[str, Any]:
         if not client.is_known:
             return self._greet(client, message)
+        steward = self._steward
         try:
-            match message["call"]:
-                case "get":
-                    return _snapshot_message(self._ledger.get(str(message["prefix"])))
-                case "write":
-                    return {"revision": self._ledger.write(_read_write(message))}
-                case "grant":
-                    return {"lease_id": self._ledger.grant(now_s, ttl_s=_read_ttl_s(message))}
-                case "keep_alive":
-                    self._ledger.keep_alive(now_s, lease_id=int(message["lease_id"]))
-                    return {}
-                case "revoke":
-                    self._ledger.revoke(int(message["lease_id"]))
-                    return {}
-                case "watch":
-                    return self._watch(client, str(message["prefix"]), message["revision"])
-                case other:
-                    raise FrameError(f"there is no call {other!r}")
+            if steward is not None and message["call"] not in _CALLS:
+                return steward.hear(message)
+            if steward is not None and not self._is_serving:
+                return {"away": steward.why_away()}
+            return self._call(now_s, client, message)
         except LeaseLostError:
             return {"lease_lost": True}
+        except StoreAwayError as exc:
+            return {"away": exc.problems[0].message}
+
+    def _call(self, now_s: float, client: "_Client", message: Mapping[str, Any]) -> dict[str, Any]:
+        match message["call"]:
+            case "get":
+                return snapshot_message(self._ledger.get(str(message["prefix"])))
+            case "write":
+                write = read_write(message)
+                if self._steward is not None:
+                    write = self._steward.admit(now_s, self._ledger, write)
+                return {"revision": self._ledger.write(write)}
+            case "grant":
+                return {"lease_id": self._ledger.grant(now_s, ttl_s=read_ttl_s(message))}
+            case "keep_alive":
+                return {"ttl_s": self._ledger.keep_alive(now_s, lease_id=int(message["lease_id"]))}
+            case "revoke":
+                self._ledger.revoke(int(message["lease_id"]))
+                return {}
+            case "watch":
+                return self._watch(client, str(message["prefix"]), message["revision"])
+            case other:
+                raise FrameError(f"there is no call {other!r}")
 
     def _greet(self, client: "_Client", message: Mapping[str, Any]) -> dict[str, Any]:
         wanted = {"protocol": PROTOCOL, "run_id": self._run_id}
         client.is_known = message == wanted
-        return wanted
+        return {**wanted, "server_id": self.server_id}
 
     def _watch(self, client: "_Client", prefix: str, revision: int | None) -> dict[str, Any]:
         changes = None if revision is None else self._ledger.changes_after(revision, prefix=prefix)
@@ -157,8 +230,8 @@ class EmbeddedServer:
         client.revision = self._ledger.revision
         # A revision that is not known here was another server's.
         if changes is None or revision is None or revision > self._ledger.revision:
-            return _snapshot_message(self._ledger.get(prefix))
-        return _changes_message(changes)
+            return snapshot_message(self._ledger.get(prefix))
+        return changes_message(changes)
 
     def _tell_watchers(self) -> None:
         for client in list(self._clients.values()):
@@ -168,9 +241,9 @@ class EmbeddedServer:
             client.revision = self._ledger.revision
             try:
                 if changes is None:
-                    client.send(_snapshot_message(self._ledger.get(client.prefix)))
+                    client.send(snapshot_message(self._ledger.get(client.prefix)))
                 elif changes.changes:
-                    client.send(_changes_message(changes))
+                    client.send(changes_message(changes))
                 self._selector.modify(client.sock, client.events)
             except (OSError, FrameError):
                 self._drop(client)
@@ -210,33 +283,51 @@ class _Client:
 
 
 class EmbeddedKeyValue:
-    """A client of an `EmbeddedServer`. Connections are opened as threads need them, and kept."""
+    """A client of an `EmbeddedServer`. Connections are opened as threads need them, and kept.
 
-    def __init__(self, host: str, port: int, *, run_id: str, call_timeout_s: float = CALL_TIMEOUT_S) -> None:
+    `server_id`: the only server it takes for the one it asks. `is_gone`: there is proof that the process it was
+    connected to has ended: nobody is at its address, or somebody else.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        run_id: str,
+        call_timeout_s: float = CALL_TIMEOUT_S,
+        server_id: str | None = None,
+    ) -> None:
         self._where = (host, port)
         self._run_id = run_id
+        self._server_id = server_id
+        self.is_gone = False
         self._call_timeout_s = call_timeout_s
         self._lock = threading.Lock()
         self._idle: list[Stream] = []
         self._is_closed = False
 
     def get(self, prefix: str) -> Snapshot:
-        return _read_snapshot(self._call({"call": "get", "prefix": prefix}))
+        return read_snapshot(self.call({"call": "get", "prefix": prefix}))
 
     def write(self, write: Write) -> int | None:
-        revision = self._call({"call": "write", **_write_message(write)})["revision"]
+        revision = self.call({"call": "write", **write_message(write)})["revision"]
         return None if revision is None else int(revision)
 
     def grant(self, ttl_s: float) -> int:
-        return int(self._call({"call": "grant", "ttl_s": ttl_s})["lease_id"])
+        return int(self.call({"call": "grant", "ttl_s": ttl_s})["lease_id"])
 
     def keep_alive(self, lease_id: int) -> None:
-        self._call({"call": "keep_alive", "lease_id": lease_id})
+        self.renew(lease_id)
+
+    def renew(self, lease_id: int) -> float:
+        """As `keep_alive`; how long the lease lives, in seconds."""
+        return float(self.call({"call": "keep_alive", "lease_id": lease_id})["ttl_s"])
 
     def revoke(self, lease_id: int) -> None:
-        self._call({"call": "revoke", "lease_id": lease_id})
+        self.call({"call": "revoke", "lease_id": lease_id})
 
-    def watch(self, prefix: str) -> "EmbeddedWatch":
+    def watch(self, prefix: str) -> EmbeddedWatch:
         return EmbeddedWatch(self.connect, prefix, call_timeout_s=self._call_timeout_s)
 
     def close(self) -> None:
@@ -252,6 +343,8 @@ class EmbeddedKeyValue:
         try:
             sock = socket.create_connection((host, port), timeout=max(0.001, deadline_s - time.monotonic()))
         except OSError as exc:
+            # Refused by an address that never answered may also be a firewall's word.
+            self.is_gone |= isinstance(exc, ConnectionRefusedError) and self._server_id is not None
             raise self._away(exc) from exc
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         stream = Stream(sock)
@@ -262,7 +355,11 @@ class EmbeddedKeyValue:
         except (OSError, FrameError) as exc:
             stream.close()
             raise self._away(exc) from exc
-        if theirs != mine:
+        if theirs.get("server_id") != self._server_id and self._server_id is not None:
+            stream.close()
+            self.is_gone = True
+            raise self._away(ConnectionError("another process is there now"))
+        if {key: theirs.get(key) for key in mine} != mine:
             stream.close()
             raise StoreDeniedError(
                 Problem(
@@ -273,7 +370,8 @@ class EmbeddedKeyValue:
             )
         return stream
 
-    def _call(self, message: dict[str, Any]) -> dict[str, Any]:
+    def call(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Ask the server, or its steward."""
         deadline_s = time.monotonic() + self._call_timeout_s
         stream = self._take(deadline_s)
         try:
@@ -285,6 +383,7 @@ class EmbeddedKeyValue:
         self._give_back(stream)
         if answer.get("lease_lost"):
             raise lease_lost(int(message.get("lease_id", 0)))
+        raise_if_away(answer)
         return answer
 
     def _take(self, deadline_s: float) -> Stream:
@@ -310,142 +409,3 @@ class EmbeddedKeyValue:
                 "is the first node's agent running, and is the endpoint its address?",
             )
         )
-
-
-class EmbeddedWatch:
-    def __init__(self, connect: Callable[[float], Stream], prefix: str, *, call_timeout_s: float) -> None:
-        self._connect = connect
-        self._prefix = prefix
-        self._call_timeout_s = call_timeout_s
-        self._revision: int | None = None
-        self._stream: Stream | None = None
-        self._closed = threading.Event()
-        self._wants_all = threading.Event()
-        self._lock = threading.Lock()
-        self._wait_s = 0.0
-
-    def next(self, *, timeout_s: float) -> Snapshot | Changes | None:
-        with self._lock:
-            return None if self._closed.is_set() else self._next(timeout_s)
-
-    def resync(self) -> None:
-        self._wants_all.set()
-        stream = self._stream
-        if stream is not None:
-            stream.end()
-
-    def close(self) -> None:
-        self._closed.set()
-        stream = self._stream
-        if stream is not None:
-            stream.end()
-        with self._lock:
-            self._end()
-
-    def _next(self, timeout_s: float) -> Snapshot | Changes | None:
-        deadline_s = time.monotonic() + timeout_s
-        try:
-            if self._wants_all.is_set():
-                self._end()
-            while self._stream is None:
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0 or self._closed.wait(min(self._wait_s, left_s)):
-                    return None
-                self._begin()
-            update = _read_update(self._stream.receive(deadline_s=deadline_s))
-        except TimeoutError:
-            return None
-        except (OSError, FrameError, StoreError) as exc:
-            self._end()
-            if self._wants_all.is_set():
-                # Ended from here, and begun again with the next call.
-                return None
-            is_news, self._wait_s = self._wait_s == 0.0, min(2 * self._wait_s or RETRY_S, RETRY_MAX_S)
-            if not is_news or self._closed.is_set():
-                return None
-            if isinstance(exc, StoreError):
-                raise
-            raise StoreAwayError(
-                Problem(f"the store's watch ended: {exc}", "it goes on when the store is back")
-            ) from exc
-        self._revision, self._wait_s = update.revision, 0.0
-        return update
-
-    def _begin(self) -> None:
-        deadline_s = time.monotonic() + self._call_timeout_s
-        if self._wants_all.is_set():
-            # Cleared before it is asked: who asks after this is told of a later state.
-            self._wants_all.clear()
-            self._revision = None
-        stream = self._connect(deadline_s)
-        try:
-            message = {"call": "watch", "prefix": self._prefix, "revision": self._revision}
-            stream.send(message, deadline_s=deadline_s)
-        except OSError:
-            stream.close()
-            raise
-        self._stream = stream
-
-    def _end(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-
-
-# --- messages -----------------------------------------------------------------------------------------------
-
-
-def _write_message(write: Write) -> dict[str, Any]:
-    return {
-        "guards": dict(write.guards),
-        "puts": [[put.key, put.value, put.lease_id] for put in write.puts],
-        "deletes": list(write.deletes),
-    }
-
-
-def _read_write(message: Mapping[str, Any]) -> Write:
-    return Write(
-        {str(key): int(revision) for key, revision in message["guards"].items()},
-        tuple(Put(str(key), str(value), int(lease_id)) for key, value, lease_id in message["puts"]),
-        tuple(map(str, message["deletes"])),
-    )
-
-
-def _read_ttl_s(message: Mapping[str, Any]) -> float:
-    ttl_s = float(message["ttl_s"])
-    if not 0 < ttl_s < math.inf:
-        raise FrameError(f"a lease of {ttl_s} s is none")
-    return ttl_s
-
-
-def _entry_message(entry: Entry | None) -> list[Any] | None:
-    return None if entry is None else [entry.value, entry.revision, entry.lease_id]
-
-
-def _read_entry(value: Any) -> Entry:
-    text, revision, lease_id = value
-    return Entry(str(text), int(revision), int(lease_id))
-
-
-def _snapshot_message(snapshot: Snapshot) -> dict[str, Any]:
-    entries = {key: _entry_message(entry) for key, entry in snapshot.entries.items()}
-    return {"entries": entries, "revision": snapshot.revision}
-
-
-def _read_snapshot(message: Mapping[str, Any]) -> Snapshot:
-    entries = {str(key): _read_entry(entry) for key, entry in message["entries"].items()}
-    return Snapshot(entries, int(message["revision"]))
-
-
-def _changes_message(changes: Changes) -> dict[str, Any]:
-    told = [[key, _entry_message(entry)] for key, entry in changes.changes]
-    return {"changes": told, "revision": changes.revision}
-
-
-def _read_update(message: Mapping[str, Any]) -> Snapshot | Changes:
-    if "entries" in message:
-        return _read_snapshot(message)
-    changes = tuple(
-        (str(key), None if entry is None else _read_entry(entry)) for key, entry in message["changes"]
-    )
-    return Changes(changes, int(message["revision"]))

@@ -31,6 +31,32 @@ class Ledger:
         self._history: deque[tuple[int, str, Entry | None]] = deque(maxlen=history_max)
         self._first_revision = self.revision + 1
 
+    @classmethod
+    def resumed(
+        cls,
+        now_s: float,
+        *,
+        known: Snapshot,
+        revision: int,
+        ttls_s: Mapping[int, float],
+        other_ttl_s: float,
+        first_lease_id: int,
+    ) -> "Ledger":
+        """Go on from what was seen of a ledger that is lost: the same entries under the same leases.
+
+        Every lease lives for one more of its times to live, `other_ttl_s` if that is not known. The history
+        begins at `revision`.
+        """
+        assert revision >= known.revision, "revisions only grow"
+        ledger = cls(first_lease_id=first_lease_id)
+        ledger.revision, ledger._entries = revision, dict(known.entries)
+        ledger.compact()
+        for key, entry in known.entries.items():
+            if entry.lease_id:
+                ttl_s = ttls_s.get(entry.lease_id, other_ttl_s)
+                ledger._leases.setdefault(entry.lease_id, _Lease(ttl_s, now_s + ttl_s)).keys.add(key)
+        return ledger
+
     def get(self, prefix: str) -> Snapshot:
         found = {key: entry for key, entry in self._entries.items() if key.startswith(prefix)}
         return Snapshot(found, self.revision)
@@ -57,11 +83,13 @@ class Ledger:
         self._leases[lease_id] = _Lease(ttl_s, now_s + ttl_s)
         return lease_id
 
-    def keep_alive(self, now_s: float, *, lease_id: int) -> None:
+    def keep_alive(self, now_s: float, *, lease_id: int) -> float:
+        """How long it lives from now on, in seconds."""
         lease = self._leases.get(lease_id)
         if lease is None:
             raise lease_lost(lease_id)
         lease.expires_s = now_s + lease.ttl_s
+        return lease.ttl_s
 
     def revoke(self, lease_id: int) -> None:
         lease = self._leases.pop(lease_id, None)

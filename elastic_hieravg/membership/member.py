@@ -368,6 +368,7 @@ class Member:
             seen=self._seen_told,
             entered=self._entered,
             asked=self._asked,
+            standby=candidate.standby,
         )
         if self._own() == wanted:
             return None

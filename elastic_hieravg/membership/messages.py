@@ -109,7 +109,10 @@ Notice = Adopted | Fenced | Ended | Failed | Warned
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A node as it asks to be in the job. `may_rename`: another name does, if this one is taken."""
+    """A node as it asks to be in the job. `may_rename`: another name does, if this one is taken.
+
+    `standby`: the port at which its agent would serve the store, 0 if it would not.
+    """
 
     node_id: str
     slots: int
@@ -117,3 +120,4 @@ class Candidate:
     address: str
     port: int
     may_rename: bool = False
+    standby: int = 0

@@ -57,6 +57,11 @@ class Keys:
         return f"{self.prefix}generation"
 
     @property
+    def quorum(self) -> str:
+        """The embedded store's own: what its host judges the next generation by."""
+        return f"{self.prefix}quorum"
+
+    @property
     def store(self) -> str:
         return f"{self.prefix}store"
 

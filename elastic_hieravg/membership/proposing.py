@@ -12,11 +12,14 @@ from elastic_hieravg.membership.decisions import Proposal
 from elastic_hieravg.membership.kv import Put, Write
 from elastic_hieravg.membership.mirror import Mirror
 from elastic_hieravg.membership.records import Generation, Job, Kind, NodeRecord, Refusal
+from elastic_hieravg.membership.succession import term_of
 from elastic_hieravg.plan import Misfit, Node, Plan, Topology, difference, first_keys, fit
 
 # etcd takes up to 128 operations at once, and each suspect needs two.
 SUSPECTS_PER_WRITE_MAX = 32
 BROKEN_PER_WRITE_MAX = 32
+# More than a host that is about to be lost can have written without enough others knowing.
+NUMBERS_SKIPPED = 5
 
 PlanGeneration = Callable[[Job, int, tuple[Node, ...]], tuple[Plan, str]]
 
@@ -33,9 +36,15 @@ def plan_generation(job: Job, number: int, nodes: tuple[Node, ...]) -> tuple[Pla
 
 
 def next_number(mirror: Mirror) -> int:
-    """One more than any generation that anybody alive has followed, whatever the store remembers."""
+    """One more than any generation that anybody alive has followed, whatever the store remembers.
+
+    After a new host took over the store, some more: the lost one may have told somebody of generations that
+    nobody else knows.
+    """
     seen = (record.seen for record in mirror.nodes.values())
-    return 1 + max(chain(seen, [mirror.generation.number if mirror.generation else 0]))
+    last = max(chain(seen, [mirror.generation.number if mirror.generation else 0]))
+    is_taken_over = term_of(mirror.revision) > term_of(mirror.revision_of(mirror.keys.generation))
+    return last + 1 + (NUMBERS_SKIPPED if mirror.generation and is_taken_over else 0)
 
 
 def guards_of(mirror: Mirror, *keys: str) -> dict[str, int]:

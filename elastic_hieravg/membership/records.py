@@ -71,7 +71,8 @@ class NodeRecord:
     """A node while its lease lives: what it is, and where its agent is reached.
 
     `seen`: the highest generation it had followed when it wrote this. `entered`: the generation its ranks
-    work in. `asked`: it asks for a round in a later generation than this one; 0 if it does not.
+    work in. `asked`: it asks for a round in a later generation than this one; 0 if it does not. `standby`: the
+    port at which its agent would serve the store; 0 if it would not.
     """
 
     node: Node
@@ -81,9 +82,10 @@ class NodeRecord:
     seen: int = 0
     entered: int = 0
     asked: int = 0
+    standby: int = 0
 
     def to_json(self) -> str:
-        where = {"address": self.address, "port": self.port}
+        where = {"address": self.address, "port": self.port, "standby": self.standby}
         numbers = {"seen": self.seen, "entered": self.entered, "asked": self.asked}
         return _to_json("node", {"node": self.node.document(), "state": self.state, **where, **numbers})
 
@@ -233,6 +235,7 @@ def read_node(record: Fields) -> NodeRecord:
         seen=record.number("seen"),
         entered=record.number("entered"),
         asked=record.number("asked"),
+        standby=record.number("standby"),
     )
 
 

@@ -1,0 +1,97 @@
+"""An agent that would serve the store: who has registered with it, who has voted, and when it may begin.
+
+Registering binds nobody. Once enough have registered, votes are asked for in a term above all that were
+promised; a vote comes with everything the voter knows. Pure: the time comes in as an argument.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from elastic_hieravg.errors import DocumentError
+from elastic_hieravg.membership.records import Generation, read_generation
+from elastic_hieravg.membership.succession import Brought, Registration, newest, tally
+
+# A registration is said again several times a second.
+FRESH_S = 1.0
+# Once there are enough, the others have so long to come too: what they alone know is kept then.
+SETTLE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Mandate:
+    """The right to serve: the term, and the newest state that a voter brought."""
+
+    term: int
+    brought: Brought
+
+
+class Candidacy:
+    """`generation_key`: where the newest generation stands in what voters bring."""
+
+    def __init__(self, generation_key: str) -> None:
+        self._generation_key = generation_key
+        self.term = 0
+        self.reason = ""
+        self._registrations: dict[str, tuple[float, Registration]] = {}
+        self._votes: dict[str, tuple[Registration, Brought]] = {}
+        self._enough_since_s = math.inf
+
+    def register(self, now_s: float, who: str, registration: Registration) -> None:
+        """`who` is the process, whatever its vote counts for."""
+        self._registrations[who] = now_s, registration
+        if self.term and registration.promised > self.term:
+            # It has voted in a later term, and takes nothing from this one.
+            self._ask_again()
+
+    def is_asked(self, who: str) -> bool:
+        """Whether this one's vote is wanted."""
+        return bool(self.term) and who not in self._votes
+
+    def vote(self, who: str, *, term: int, registration: Registration, brought: Brought) -> None:
+        if term == self.term:
+            self._votes[who] = registration, brought
+
+    def look(self, now_s: float, *, known: Generation | None) -> Mandate | None:
+        """Whether votes may be asked for, or have been given. `known` is the newest generation known here."""
+        fresh = {who: each for who, (at_s, each) in self._registrations.items() if at_s > now_s - FRESH_S}
+        if not self.term:
+            if self._is_settled(now_s, known, list(fresh.values())):
+                self.term = 1 + max(each.promised for each in fresh.values())
+                self._enough_since_s = math.inf
+            return None
+        if not self._votes:
+            return None
+        registrations = [registration for registration, _ in self._votes.values()]
+        best = newest([brought for _, brought in self._votes.values()])
+        is_settled = self._is_settled(now_s, self._generation(best), registrations)
+        return Mandate(self.term, best) if is_settled else None
+
+    def withdraw(self) -> None:
+        """Somebody else stands. Who has voted here is free to vote in another term."""
+        self._registrations.clear()
+        self._ask_again()
+
+    def _ask_again(self) -> None:
+        self.term = 0
+        self._votes.clear()
+        self._enough_since_s = math.inf
+
+    def _is_settled(
+        self, now_s: float, generation: Generation | None, registrations: list[Registration]
+    ) -> bool:
+        count = tally(generation, registrations)
+        self.reason = count.reason
+        self._enough_since_s = min(self._enough_since_s, now_s) if count.is_enough else math.inf
+        return count.is_enough and (count.is_complete or now_s >= self._enough_since_s + SETTLE_S)
+
+    def _generation(self, brought: Brought) -> Generation | None:
+        entry = brought.known.entries.get(self._generation_key)
+        try:
+            return read_generation(entry.value) if entry else None
+        except DocumentError:
+            return None
+
+
+def after_vote(registration: Registration, *, term: int) -> Registration:
+    """What somebody is who has promised to take nothing below `term`: it may have made somebody host."""
+    return replace(registration, promised=term, host="", has_ended=False, held_lease=False)

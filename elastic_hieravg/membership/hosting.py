@@ -1,0 +1,103 @@
+"""What a host of the embedded store knows of its followers, and which generations it may write for them.
+
+The rules are in `succession`; here is what they are asked about. Not for two threads at once. Invariant: with
+every generation stands, under a key of its own, what the next one will be judged by.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+from elastic_hieravg.errors import DocumentError, Problem, StoreAwayError
+from elastic_hieravg.membership.frames import FrameError
+from elastic_hieravg.membership.kv import Put, Snapshot, Write
+from elastic_hieravg.membership.ledger import Ledger
+from elastic_hieravg.membership.mirror import Keys
+from elastic_hieravg.membership.records import NodeState, read_generation, read_node, read_suspicion
+from elastic_hieravg.membership.succession import before_of, objection, read_before
+
+V = TypeVar("V")
+
+# Incarnations that came and went; the oldest are forgotten.
+REMEMBERED_MAX = 4096
+
+
+class Hosting:
+    """`open_s`: the first generation is not written earlier, so that a job that lives already can say so."""
+
+    def __init__(self, keys: Keys, *, open_s: float) -> None:
+        self._keys = keys
+        self._open_s = open_s
+        self._known_by: dict[str, int] = {}
+        self._renounced: dict[str, None] = {}
+        self._heard_s: dict[str, float] = {}
+
+    def hold(self, until_s: float) -> None:
+        """Somebody looks for the job's host: no first generation before it had time to find it."""
+        self._open_s = max(self._open_s, until_s)
+
+    def hear(
+        self, now_s: float, who: str, *, incarnation: str, revision: int, renounced: Iterable[str]
+    ) -> None:
+        """A follower knows the store up to here, and is none of these any more."""
+        _remember(self._heard_s, who, now_s)
+        if incarnation:
+            _remember(self._known_by, incarnation, max(revision, self._known_by.get(incarnation, 0)))
+        for each in renounced:
+            _remember(self._renounced, each, None)
+
+    def is_silent(self, now_s: float, who: str, *, silent_s: float) -> bool:
+        return self._heard_s.get(who, -math.inf) <= now_s - silent_s
+
+    def admit(self, now_s: float, ledger: Ledger, write: Write) -> Write:
+        """The write with what it has to leave behind; `StoreAwayError` if it is a generation and not now."""
+        put = next((each for each in write.puts if each.key == self._keys.generation), None)
+        if put is None:
+            return write
+        if now_s < self._open_s:
+            raise _not_now("the store is new: whether the job lives elsewhere is not known yet")
+        snapshot = ledger.get(self._keys.prefix)
+        last = snapshot.entries.get(self._keys.generation)
+        if last is None:
+            return write
+        before = snapshot.entries.get(self._keys.quorum)
+        try:
+            generation, following = read_generation(last.value), read_generation(put.value)
+            gone = {*self._renounced, *_gone(self._keys, snapshot)}
+            knowing = {each for each, revision in self._known_by.items() if revision >= last.revision}
+            why = objection(
+                generation,
+                following,
+                before=read_before(before.value) if before else None,
+                knowing=knowing,
+                gone=gone,
+            )
+        except DocumentError as exc:
+            raise FrameError("a generation's record cannot be read") from exc
+        if why:
+            raise _not_now(why)
+        left = Put(self._keys.quorum, before_of(generation, following, gone=gone).to_json(), put.lease_id)
+        return replace(write, puts=(*write.puts, left))
+
+
+def _gone(keys: Keys, snapshot: Snapshot) -> Iterator[str]:
+    """Incarnations that are known to have ended, or that leave."""
+    for key, entry in snapshot.entries.items():
+        if key.startswith(keys.suspicion("")):
+            yield read_suspicion(entry.value).incarnation
+        elif key.startswith(keys.node("")):
+            record = read_node(entry.value)
+            if record.state is NodeState.LEAVING:
+                yield record.node.incarnation
+
+
+def _remember(known: dict[str, V], key: str, value: V) -> None:
+    known.pop(key, None)
+    known[key] = value
+    if len(known) > REMEMBERED_MAX:
+        del known[next(iter(known))]
+
+
+def _not_now(why: str) -> StoreAwayError:
+    return StoreAwayError(Problem(why, "training goes on; the membership waits"))
