@@ -119,7 +119,8 @@ class InPlaceNode:
             now_s = self._clock.read(time.monotonic())
             for local_rank, pulse in self._pulses.items():
                 process_id = self._pids.get(local_rank)
-                if process_id is not None and pulse.hangs(now_s):
+                is_done = local_rank in self._done
+                if process_id is not None and not is_done and pulse.hangs(now_s):
                     return local_rank, process_id, pulse.stands_still_s(now_s)
         return None
 

@@ -4,6 +4,7 @@ Under `hieravg run` the agent tells of every generation; alone, the job is a wor
 the block normally ends with all replicas alike; leaving it by an exception does not wait for anybody.
 """
 
+import atexit
 import faulthandler
 import logging
 import signal
@@ -43,6 +44,10 @@ from elastic_hieravg.worker.link import AgentLink
 
 # How often the agent is told how far this worker is.
 PROGRESS_S = 0.5
+# Who is late is waited for, however long its step: a death is told by the membership, a hang by its agent.
+ROUND_TIMEOUT_S = 3600.0
+# Whoever is in a generation can be connected to.
+BUILD_TIMEOUT_S = 30.0
 HEARTBEAT_S = 3.0
 # A script reports no more names than these: a number in a name is a mistake.
 REPORTED_NAMES_MAX = 50
@@ -139,6 +144,8 @@ class Job:
             average_buffers=average_buffers,
             equalize=False,
             observe=observe,
+            timeout_s=ROUND_TIMEOUT_S,
+            build_timeout_s=BUILD_TIMEOUT_S,
         )
         averager = ElasticAverager(
             engine,
@@ -266,7 +273,8 @@ class Job:
             self._last_step = self._averager.step_count
             self._averager.close()
         if self._link is not None:
-            self._link.close()
+            # What the script does after its loop ends with the agent too.
+            atexit.register(self._link.close)
 
     def _tell(self, message: FromWorker) -> None:
         if self._link is not None:
