@@ -28,7 +28,11 @@ BEGIN = "hieravg/begin"
 
 @dataclass(frozen=True, slots=True)
 class Attendant:
-    """What a worker says of itself. `seen`: the highest generation that its node remembers."""
+    """What a worker says of itself. `seen`: the highest generation that its node remembers.
+
+    `local_rank`: its place in its group, which is known once all have met. LOCAL_RANK need not say it: with
+    torchrun's virtual local ranks that is 0 for everybody.
+    """
 
     rank: int
     group_rank: int
@@ -173,11 +177,12 @@ def _follow(store: Store, rank: int, word: str, answer: str, *, deadline_s: floa
 
 
 def _read(name: str, answers: Sequence[str]) -> Meeting:
-    attendants = []
+    attendants: list[Attendant] = []
     for rank, text in enumerate(answers):
         said = json.loads(text)
         del said["word"]
-        attendant = Attendant(**said)
+        before = [each for each in attendants if each.group_rank == said["group_rank"]]
+        attendant = Attendant(**{**said, "local_rank": len(before)})
         assert attendant.rank == rank, "a rank answers for itself"
         attendants.append(attendant)
     return Meeting(name, tuple(attendants))

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -70,6 +71,8 @@ class RestartedJob(Job):
         self._store: Store | None = None
         self._meeting: Meeting | None = None
         self._watcher: _AgentWatcher | None = None
+        # Its place among the workers of its agent.
+        self._slot = place.local_rank
 
     def averager(  # type: ignore[override] # the same methods, and no elasticity behind them
         self,
@@ -96,11 +99,10 @@ class RestartedJob(Job):
         kept = Kept(model, optimizer)
         own = attempt_store(store, meeting)
         engine = self._build(model, own, average_buffers=average_buffers, observe=observe)
-        path = path_of(run_id=place.run_id, owner=self._owner, local_rank=place.local_rank)
         averager = RestartedAverager(
             engine,
             kept=kept,
-            file=SnapshotFile(path),
+            file=SnapshotFile(self._path()),
             name=meeting.name,
             addresses=meeting.addresses(),
             period_steps=Hierarchy.parse(asked.hierarchy).levels[-1].period_steps,
@@ -157,7 +159,8 @@ class RestartedJob(Job):
         place = self._attempt
         self.plan = meeting.plan(asked)
         self.generation = self.plan.generation
-        self.rank = meeting.rank_in(self.plan, group_rank=place.group_rank, local_rank=place.local_rank)
+        self._slot = meeting.attendants[place.rank].local_rank
+        self.rank = meeting.rank_in(self.plan, group_rank=place.group_rank, local_rank=self._slot)
 
     def _build(
         self, model: nn.Module | list[Tensor], store: Store, *, average_buffers: bool, observe: Observe
@@ -187,11 +190,13 @@ class RestartedJob(Job):
         }
         return [found[rank] for rank in range(self.plan.world_size)]
 
+    def _path(self) -> Path:
+        return path_of(run_id=self._attempt.run_id, owner=self._owner, local_rank=self._slot)
+
     def _snapshots(self) -> list[Snapshot]:
         """All that this node's workers have kept, newest step first, this worker's own before the others'."""
-        place = self._attempt
-        own = path_of(run_id=place.run_id, owner=self._owner, local_rank=place.local_rank)
-        paths = sorted(paths_of(run_id=place.run_id, owner=self._owner), key=lambda path: path != own)
+        paths = paths_of(run_id=self._attempt.run_id, owner=self._owner)
+        paths.sort(key=lambda path: path != self._path())
         found = [snapshot for path in paths for snapshot in read_snapshots(path)]
         return sorted(found, key=lambda each: each.state.moment.step, reverse=True)
 
@@ -220,8 +225,7 @@ class RestartedJob(Job):
     def _ended(self) -> None:
         """The job is done. What torchrun's own agent does not remove is removed here."""
         if not self._is_tidied:
-            place = self._attempt
-            path_of(run_id=place.run_id, owner=self._owner, local_rank=place.local_rank).unlink(missing_ok=True)
+            self._path().unlink(missing_ok=True)
 
 
 class _AgentWatcher:
