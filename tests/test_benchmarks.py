@@ -54,3 +54,21 @@ def test_the_rendezvous_benchmark_reports_tables_and_json(tmp_path: Path) -> Non
     assert found["load"]["num_runnable"] > 2
     assert found["load"]["num_dropped"] or len(found["load"]["kills"]) == 3
     assert {"python", "torch", "etcd", "cores", "load_start", "load_end"} == found["machine"].keys()
+
+
+def test_the_recovery_benchmark_reports_tables_and_json(tmp_path: Path) -> None:
+    printed, found = run_quickly("recovery.py", tmp_path, timeout_s=300)
+    assert "| worker killed | hieravg run |" in printed
+    assert "| a world of one |" in printed
+    (outcome,) = found["events"]
+    assert not outcome["failure"]
+    assert outcome["gap_s"] >= outcome["ordinary_s"] > 0
+    assert outcome["recovery_s"] > 0
+    # However busy the machine is, survivors keep their processes and their steps.
+    assert outcome["num_restarted"] == 0
+    assert outcome["steps_lost"] == 0
+    (rest,) = found["rest"]
+    assert rest["num_calls"] > 0
+    assert rest["call_us"] > 0
+    assert found["alone_us"] > 0
+    assert len(rest["core_shares"]) == 3
