@@ -290,7 +290,7 @@ class HierarchicalAverager:
             for key in [key for key, each in list(self._gradients.items()) if each is group]:
                 on_lost(key, why)
 
-        self._hook = GradientHook(is_warmup=lambda: self.is_warmup, on_lost=tell)
+        self._hook = GradientHook(ddp_model.parameters(), is_warmup=lambda: self.is_warmup, on_lost=tell)
         ddp_model.register_comm_hook(self._hook, average_gradients)
         self.use_gradients({})
         self._schedule(self.plan.levels, after_step=self._step)

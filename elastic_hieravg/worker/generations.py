@@ -201,9 +201,10 @@ class Generations:
             store = GroupStore(kv, f"/generation/{number}/first/", is_over=lambda: way.is_over)
             self._build_missing_gradients(way, store, missing)
         except (HierAvgError, RuntimeError, OSError) as exc:
-            _log.warning("gradients stay local until the next generation: %s", exc)
-            for key in missing:
-                self._on_broken(key)
+            if not way.is_over:
+                _log.warning("gradients stay local until the next generation: %s", exc)
+                for key in missing:
+                    self._on_broken(key)
         finally:
             kv.close()
         with self.changed:

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from elastic_hieravg.averaging import gradients
 from elastic_hieravg.averaging.averager import HierarchicalAverager
+from elastic_hieravg.averaging.gradients import Company
 from elastic_hieravg.plan import Plan, difference, first_keys
 from tests.averaging.ranks import Died, Rank, Ranks
 from tests.averaging.test_averager import Scalar, answers_of, make_plan
@@ -92,11 +94,13 @@ KILLED_IN_STEP = 2
 
 @contextmanager
 def ddp_alone(model: nn.Module) -> Iterator[nn.parallel.DistributedDataParallel]:
-    """A DDP model whose own process group is this rank alone, in a bucket for every layer."""
+    """A DDP model whose own process group is this rank alone; every layer has a bucket, and a chunk."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    chunk_bytes, gradients.CHUNK_BYTES = gradients.CHUNK_BYTES, 4 * WIDTH * (WIDTH + 1)
     try:
         yield nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1e-3)
     finally:
+        gradients.CHUNK_BYTES = chunk_bytes
         dist.destroy_process_group()
 
 
@@ -120,8 +124,8 @@ def lose_peer(rank: Rank, victim: int) -> tuple[list[str], int, int, float]:
             ddp.zero_grad()
             ddp(inputs(rank.rank, step)).square().sum().backward()
             longest_s = max(longest_s, time.monotonic() - started_s)
-            gradients = [parameter.grad for parameter in model.parameters()]
-            kinds = [kind_of(*each) for each in zip(gradients, local, mean, strict=True)]
+            own = [parameter.grad for parameter in model.parameters()]
+            kinds = [kind_of(*each) for each in zip(own, local, mean, strict=True)]
             found.append("/".join(dict.fromkeys(reversed(kinds))))
             averager.step()
     averager.close()
@@ -159,8 +163,53 @@ def test_after_a_lost_peer_the_rest_of_the_backward_pass_stays_local_and_nothing
     for kinds, num_local, num_groups, seconds in answers_of(others):
         assert kinds[0] == "mean"
         # What came before the loss may be everybody's; from the loss on it is the rank's own, and whole.
-        assert kinds[1] in ("mean/local", "local")
+        assert kinds[1] == "mean/local"
         assert kinds[2:] == ["local", "local"]
         assert num_local == 3
         assert num_groups == 0
         assert seconds < 30, "a killed peer is seen by the end of its connection, not by a timeout"
+
+
+class _Backwards(nn.Module):
+    """Its layers are used in another order than they are listed: DDP orders its buckets anew for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=index % 2 == 0) for index in range(3)])
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for layer in (self.layers[2], self.layers[0], self.layers[1]):
+            values = layer(values)
+        return values
+
+
+def meet_newcomer(rank: Rank) -> list[str]:
+    """Rank 0 has made passes before; rank 1 makes its first one."""
+    torch.manual_seed(0)
+    model = _Backwards()
+    plan = make_plan("global=100", 1, 1)
+    averager = HierarchicalAverager(model, plan=plan, rank=rank.rank, store=rank.store(), timeout_s=20)
+    found = []
+    with warnings.catch_warnings(), ddp_alone(model) as ddp:
+        warnings.simplefilter("ignore")
+        averager.register_hook(ddp)
+        if rank.rank == 0:
+            assert averager._hook is not None
+            averager._hook.replace(Company(), Company())
+            for step in range(2):
+                ddp(inputs(rank.rank, step)).sum().backward()
+            averager.use_gradients({})
+        for step in range(4):
+            local, mean = expected(model, rank, step)
+            ddp.zero_grad()
+            ddp(inputs(rank.rank, step)).square().sum().backward()
+            own = [parameter.grad for parameter in model.parameters()]
+            found += [kind_of(*each) for each in zip(own, local, mean, strict=True)]
+    averager.close()
+    assert averager.num_local_gradients == 0
+    return found
+
+
+def test_a_newcomers_gradients_meet_those_of_ranks_whose_buckets_are_laid_out_otherwise(ranks: Ranks) -> None:
+    for kinds in answers_of(ranks.call(meet_newcomer, world_size=2)):
+        assert set(kinds) == {"mean"}
