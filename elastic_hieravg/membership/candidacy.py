@@ -5,14 +5,14 @@ promised; a vote comes with everything the voter knows. Pure: the time comes in 
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from elastic_hieravg.errors import DocumentError
 from elastic_hieravg.membership.records import Generation, read_generation
 from elastic_hieravg.membership.succession import Brought, Registration, newest, tally
 
-# A registration is said again several times a second.
-FRESH_S = 1.0
+# A registration is said again several times a second, by somebody who asks silent agents too more seldom.
+FRESH_S = 2.5
 # Once there are enough, the others have so long to come too: what they alone know is kept then.
 SETTLE_S = 0.5
 
@@ -35,6 +35,7 @@ class Candidacy:
         self._registrations: dict[str, tuple[float, Registration]] = {}
         self._votes: dict[str, tuple[Registration, Brought]] = {}
         self._enough_since_s = math.inf
+        self._refused_term = 0
 
     def register(self, now_s: float, who: str, registration: Registration) -> None:
         """`who` is the process, whatever its vote counts for."""
@@ -47,6 +48,12 @@ class Candidacy:
         """Whether this one's vote is wanted."""
         return bool(self.term) and who not in self._votes
 
+    def refuse(self, term: int) -> None:
+        """Somebody has voted for another one in this term."""
+        if term and term == self.term:
+            self._refused_term = term
+            self._ask_again()
+
     def vote(self, who: str, *, term: int, registration: Registration, brought: Brought) -> None:
         if term == self.term:
             self._votes[who] = registration, brought
@@ -56,14 +63,17 @@ class Candidacy:
         fresh = {who: each for who, (at_s, each) in self._registrations.items() if at_s > now_s - FRESH_S}
         if not self.term:
             if self._is_settled(now_s, known, list(fresh.values())):
-                self.term = 1 + max(each.promised for each in fresh.values())
+                self.term = 1 + max(self._refused_term, *(each.promised for each in fresh.values()))
                 self._enough_since_s = math.inf
             return None
         if not self._votes:
             return None
         registrations = [registration for registration, _ in self._votes.values()]
         best = newest([brought for _, brought in self._votes.values()])
-        is_settled = self._is_settled(now_s, self._generation(best), registrations)
+        # Who has registered and not voted is waited for, as long as it still comes.
+        is_settled = self._is_settled(
+            now_s, self._generation(best), registrations, has_all=fresh.keys() <= self._votes.keys()
+        )
         return Mandate(self.term, best) if is_settled else None
 
     def withdraw(self) -> None:
@@ -77,12 +87,17 @@ class Candidacy:
         self._enough_since_s = math.inf
 
     def _is_settled(
-        self, now_s: float, generation: Generation | None, registrations: list[Registration]
+        self,
+        now_s: float,
+        generation: Generation | None,
+        registrations: list[Registration],
+        *,
+        has_all: bool = False,
     ) -> bool:
         count = tally(generation, registrations)
         self.reason = count.reason
         self._enough_since_s = min(self._enough_since_s, now_s) if count.is_enough else math.inf
-        return count.is_enough and (count.is_complete or now_s >= self._enough_since_s + SETTLE_S)
+        return count.is_enough and (count.is_complete or has_all or now_s >= self._enough_since_s + SETTLE_S)
 
     def _generation(self, brought: Brought) -> Generation | None:
         entry = brought.known.entries.get(self._generation_key)
@@ -90,8 +105,3 @@ class Candidacy:
             return read_generation(entry.value) if entry else None
         except DocumentError:
             return None
-
-
-def after_vote(registration: Registration, *, term: int) -> Registration:
-    """What somebody is who has promised to take nothing below `term`: it may have made somebody host."""
-    return replace(registration, promised=term, host="", has_ended=False, held_lease=False)

@@ -305,6 +305,7 @@ class EmbeddedKeyValue:
         self._call_timeout_s = call_timeout_s
         self._lock = threading.Lock()
         self._idle: list[Stream] = []
+        self._busy: set[Stream] = set()
         self._is_closed = False
 
     def get(self, prefix: str) -> Snapshot:
@@ -334,6 +335,9 @@ class EmbeddedKeyValue:
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
+            for stream in self._busy:
+                # Whoever waits for an answer waits no more, and closes it.
+                stream.end()
         for stream in idle:
             stream.close()
 
@@ -375,11 +379,16 @@ class EmbeddedKeyValue:
         deadline_s = time.monotonic() + self._call_timeout_s
         stream = self._take(deadline_s)
         try:
+            with self._lock:
+                self._busy.add(stream)
             stream.send(message, deadline_s=deadline_s)
             answer = stream.receive(deadline_s=deadline_s)
         except (OSError, FrameError) as exc:
             stream.close()
             raise self._away(exc) from exc
+        finally:
+            with self._lock:
+                self._busy.discard(stream)
         self._give_back(stream)
         if answer.get("lease_lost"):
             raise lease_lost(int(message.get("lease_id", 0)))

@@ -39,11 +39,15 @@ class EmbeddedWatch:
         if stream is not None:
             stream.end()
 
-    def close(self) -> None:
+    def interrupt(self) -> None:
+        """End a `next` in another thread soon, and all that follow. It still has to be closed."""
         self._closed.set()
         stream = self._stream
         if stream is not None:
             stream.end()
+
+    def close(self) -> None:
+        self.interrupt()
         with self._lock:
             self._end()
 

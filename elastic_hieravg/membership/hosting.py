@@ -55,11 +55,11 @@ class Hosting:
         put = next((each for each in write.puts if each.key == self._keys.generation), None)
         if put is None:
             return write
-        if now_s < self._open_s:
-            raise _not_now("the store is new: whether the job lives elsewhere is not known yet")
         snapshot = ledger.get(self._keys.prefix)
         last = snapshot.entries.get(self._keys.generation)
         if last is None:
+            if now_s < self._open_s:
+                raise _not_now("the store is new: whether the job lives elsewhere is not known yet")
             return write
         before = snapshot.entries.get(self._keys.quorum)
         try:

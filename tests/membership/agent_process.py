@@ -13,6 +13,7 @@ from elastic_hieravg.membership.decisions import Policy
 from elastic_hieravg.membership.embedded import EmbeddedKeyValue
 from elastic_hieravg.membership.etcd import EtcdKeyValue
 from elastic_hieravg.membership.etcd_client import EtcdSettings
+from elastic_hieravg.membership.failover import FailoverKeyValue
 from elastic_hieravg.membership.kv import KeyValue
 from elastic_hieravg.membership.messages import Adopted, Candidate, Ended, Failed, Fenced, Notice
 from elastic_hieravg.membership.records import Closing, Job, Mode
@@ -44,6 +45,13 @@ def told(notice: Notice | StoreAway | StoreBack) -> None:
 
 
 def open_store(config: dict[str, Any]) -> KeyValue:
+    if "failover_ports" in config:
+        return FailoverKeyValue(
+            [("127.0.0.1", port) for port in config["failover_ports"]],
+            run_id=config["run_id"],
+            address="127.0.0.1",
+            report=lambda why: say(told="frozen", why=why),
+        )
     if "port" in config:
         return EmbeddedKeyValue("127.0.0.1", config["port"], run_id=config["run_id"])
     return EtcdKeyValue(EtcdSettings(tuple(config["endpoints"])))
@@ -60,11 +68,18 @@ def main() -> None:
         ),
         **config.get("times", {}),
     )
+    kv = open_store(config)
     candidate = Candidate(
-        config["node_id"], 1, config.get("labels", {}), "127.0.0.1", 0, config.get("may_rename", False)
+        config["node_id"],
+        1,
+        config.get("labels", {}),
+        "127.0.0.1",
+        0,
+        config.get("may_rename", False),
+        standby=kv.port if isinstance(kv, FailoverKeyValue) else 0,
     )
     membership = Membership(
-        open_store(config),
+        kv,
         candidate,
         run_id=config["run_id"],
         policy=policy,
@@ -76,6 +91,7 @@ def main() -> None:
         for line in sys.stdin:
             word, *arguments = line.split()
             obey(membership, word, arguments)
+    kv.close()
 
 
 def obey(membership: Membership, word: str, arguments: list[str]) -> None:
