@@ -346,35 +346,6 @@ def test_who_leaves_or_is_not_ready_does_not_write() -> None:
         members="a b",
         kind=Kind.REBUILD,
     ),
-    Case(
-        "who is about to leave gets its round before anybody joins",
-        view({"a": live("a"), "b": live("b", asked=1), "c": live("c")}, "a b"),
-        Action.REPLAN,
-        "b asks for a round before leaving",
-        members="a b",
-        kind=Kind.ROUND,
-    ),
-    Case(
-        "a round is given once",
-        view({"a": live("a"), "b": live("b", asked=0)}, "a b"),
-        Action.KEEP,
-        "generation 1 has all its 2 nodes",
-    ),
-    Case(
-        "a loss comes before a round",
-        view({"a": live("a"), "b": live("b", asked=1)}, "a b c", lost={"c": lost()}),
-        Action.REPLAN,
-        "lost c: its lease ended",
-        members="a b",
-        kind=Kind.LOSS,
-    ),
-    Case(
-        "others write the round in their turn",
-        view({"a": live("a"), "b": live("b", 0.1, asked=1)}, "a b", me="b"),
-        Action.WAIT,
-        "b asks for a round before leaving; the turn of a",
-        again_s=NOW_S + 0.15,
-    ),
 )
 def test_stays_grows_and_rebuilds(case: Case) -> None:
     check(case)
