@@ -9,7 +9,6 @@ import faulthandler
 import logging
 import signal
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,13 +41,13 @@ from elastic_hieravg.plan import Hierarchy, Node, Plan, Topology, fit
 from elastic_hieravg.worker.averager import ElasticAverager
 from elastic_hieravg.worker.link import AgentLink
 
-# How often the agent is told how far this worker is.
+# How often the agent is told how far this worker is. Without news too: one that waits is not silent, a frozen
+# one is. Less than the shortest time for which a worker may be asked to stand still.
 PROGRESS_S = 0.5
 # Who is late is waited for, however long its step: a death is told by the membership, a hang by its agent.
 ROUND_TIMEOUT_S = 3600.0
 # Whoever is in a generation can be connected to.
 BUILD_TIMEOUT_S = 30.0
-HEARTBEAT_S = 3.0
 # A script reports no more names than these: a number in a name is a mistake.
 REPORTED_NAMES_MAX = 50
 PROCESS_GROUPS = ("node",)
@@ -309,16 +308,10 @@ class Job:
             callback(self)
 
     def _report(self) -> None:
-        told, told_s = None, 0.0
         while not self._closed.wait(PROGRESS_S):
             averager = self._averager
             is_excused = bool(self._num_quiet) or averager is None or averager.is_busy
-            progress = Progress(self.step, is_excused=is_excused)
-            now_s = time.monotonic()
-            # Now and then without news too: a frozen worker is silent, one that waits is not.
-            if progress != told or now_s > told_s + HEARTBEAT_S:
-                self._tell(progress)
-                told, told_s = progress, now_s
+            self._tell(Progress(self.step, is_excused=is_excused))
 
 
 def _number(value: object) -> float | None:
