@@ -41,14 +41,15 @@ LEFT_CODE = 143
 SHARED_MEMORY = Path("/dev/shm")
 GAPS_SHOWN = 10
 
-WORKER, HUNG, NAN = "worker killed", "worker hung", "NaN in one replica"
+WORKER, HUNG, STOPPED, NAN = "worker killed", "worker hung", "worker frozen", "NaN in one replica"
 KILLED, TWO, LEFT = "node killed and restarted", "two nodes killed at once", "SIGTERM and replaced"
+AGENT = "agent killed, its workers left to end"
 SHORT, LONG = "node frozen, shorter than the lease", "node frozen, longer than the lease"
 ETCD_KILLED, ETCD_FROZEN = "etcd killed and restarted", "etcd frozen"
-KINDS = (WORKER, HUNG, NAN, KILLED, TWO, LEFT, SHORT, LONG)
+KINDS = (WORKER, HUNG, STOPPED, NAN, KILLED, AGENT, TWO, LEFT, SHORT, LONG)
 ETCD_KINDS = (ETCD_KILLED, ETCD_FROZEN)
 # These end or stop the agent, which may serve the store.
-AGENT_KINDS = (KILLED, TWO, LEFT, LONG)
+AGENT_KINDS = (KILLED, AGENT, TWO, LEFT, LONG)
 
 
 class SoakError(Exception):
@@ -124,6 +125,10 @@ class Nemesis:
             case "worker killed":
                 self.watch.expect_start(names[0])
                 self.job.kill_worker(names[0], self.random.randrange(SLOTS))
+            case "worker frozen":
+                # Its agent takes it for hung.
+                self.watch.expect_start(names[0])
+                send(self.random.choice(self.watch.current(names[0])).pid, signal.SIGSTOP)
             case "worker hung" | "NaN in one replica":
                 self._order(names[0], "hang" if kind == HUNG else "nan")
             case "SIGTERM and replaced":
@@ -133,7 +138,7 @@ class Nemesis:
             case "node frozen, shorter than the lease" | "node frozen, longer than the lease":
                 self._freeze(names[0], is_long=kind == LONG)
             case _:
-                self.job.kill(*names)
+                self.job.kill_agent(names[0]) if kind == AGENT else self.job.kill(*names)
                 for name in names:
                     self._after(self.random.uniform(0.0, 3.0), lambda name=name: self.start(name))  # type: ignore[misc]
 
