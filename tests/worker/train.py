@@ -77,9 +77,9 @@ class Script:
         }
 
     def observe(self, done: RoundDone) -> None:
-        assert self.job is not None
-        is_widest = done.level == self.job.plan.levels[-1].name
-        self.is_together |= is_widest and done.outcome is Outcome.COMMITTED
+        if self.job is not None:
+            is_widest = done.level == self.job.plan.levels[-1].name
+            self.is_together |= is_widest and done.outcome is Outcome.COMMITTED
 
     def loss(self, model: nn.Module) -> Tensor:
         noise = 0.01 * torch.randn(8, WIDTH)

@@ -1,0 +1,77 @@
+"""What follows from what all ranks tell of themselves: whose state travels, and which groups are built."""
+
+import pytest
+
+from elastic_hieravg.errors import DocumentError
+from elastic_hieravg.plan import GroupKey, Hierarchy, Node, Plan, Topology, first_keys, fit
+from elastic_hieravg.worker.roles import Role, missing_gradients, read_role, sources_of
+
+HOLDS, LACKS = Role(5, holds_model=True), Role(0, holds_model=False)
+
+
+@pytest.mark.parametrize(
+    ("roles", "sources"),
+    [
+        ([HOLDS, HOLDS], []),
+        ([HOLDS, LACKS, HOLDS], [0, 2]),
+        ([LACKS, HOLDS], [1]),
+        # The job starts.
+        ([LACKS, LACKS], [0]),
+    ],
+)
+def test_state_comes_from_those_who_hold_the_model(roles: list[Role], sources: list[int]) -> None:
+    assert sources_of(roles) == sources
+
+
+def test_a_role_is_read_as_it_was_written() -> None:
+    role = Role(7, holds_model=True, is_hooked=True, gradients=("1-ab", "2-cd"))
+    assert read_role(role.to_json()) == role
+    with pytest.raises(DocumentError, match="a role has no 'step'"):
+        read_role("{}")
+
+
+def planned(warmup_steps: int) -> tuple[Plan, dict[int, dict[str, GroupKey]]]:
+    """Nodes of 2, 2 and 1; for each rank the keys of its groups that have company."""
+    nodes = [Node("a", 2), Node("b", 2), Node("c", 1)]
+    plan = fit(Hierarchy.parse("node=4,global=16"), Topology(nodes), warmup_steps=warmup_steps)
+    by_size = {len(key.members): key for key in first_keys(plan)}
+    own: dict[int, dict[str, GroupKey]] = {}
+    for rank in range(plan.world_size):
+        seat = plan.seat(rank)
+        own[rank] = {"global": by_size[5]}
+        for key in first_keys(plan):
+            if len(key.members) == 2 and key.members[0].node_id == seat.node_id:
+                own[rank]["node"] = key
+    return plan, own
+
+
+def levels_built(plan: Plan, own: dict[int, dict[str, GroupKey]], roles: list[Role]) -> list[list[str]]:
+    return [
+        [level.name for level in missing_gradients(plan, roles, rank=rank, wanted=own[rank]).values()]
+        for rank in range(plan.world_size)
+    ]
+
+
+def test_without_a_hook_no_groups_for_gradients_are_built() -> None:
+    plan, own = planned(warmup_steps=100)
+    assert levels_built(plan, own, [HOLDS] * 5) == [[]] * 5
+
+
+def test_one_hook_has_everybody_build_and_the_world_only_during_warm_up() -> None:
+    plan, own = planned(warmup_steps=5)
+    roles = [Role(4, holds_model=True, is_hooked=True), HOLDS, HOLDS, HOLDS, LACKS]
+    # Rank 4 is alone on its node. Rank 0 still has a step of the warm-up to make.
+    assert levels_built(plan, own, roles) == [["node", "global"]] * 4 + [["global"]]
+    roles[0] = Role(5, holds_model=True, is_hooked=True)
+    assert levels_built(plan, own, roles) == [["node"]] * 4 + [[]]
+
+
+def test_a_group_that_one_member_lacks_is_built_by_all_of_them() -> None:
+    plan, own = planned(warmup_steps=0)
+    roles = [
+        Role(9, holds_model=True, is_hooked=True, gradients=(own[rank]["node"].name,)) if rank < 4 else HOLDS
+        for rank in range(5)
+    ]
+    assert levels_built(plan, own, roles) == [[]] * 5
+    roles[3] = Role(9, holds_model=True, is_hooked=True)
+    assert levels_built(plan, own, roles) == [[], [], ["node"], ["node"], []]
