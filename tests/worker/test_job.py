@@ -67,7 +67,6 @@ def test_a_step_with_nothing_due_costs_microseconds() -> None:
             for _ in range(NUM_STEPS):
                 averager.step(8)
             found.append((time.perf_counter() - started_s) / NUM_STEPS)
-    print(f"{min(found) * 1e6:.2f} us for a step")
     assert min(found) < STEP_MAX_S
 
 
