@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from elastic_hieravg.averaging.flat import WIDE_TYPES, Kind
-from elastic_hieravg.averaging.groups import Group
+from elastic_hieravg.averaging.groups import MESSAGE_TIMEOUT_S, Group
 from elastic_hieravg.averaging.kernels import chunks, combine, is_finite, share_out
 
 # What is sent in one message; several are in flight.
@@ -60,9 +60,9 @@ class Exchange:
         ]
         all_finite = True
         for works, (first, last) in zip(arriving, messages, strict=True):
-            group.wait(works)
+            group.wait(works, timeout_s=MESSAGE_TIMEOUT_S)
             all_finite &= self._combine(first, last, contributors=contributors, shares=shares)
-        group.wait(sent)
+        group.wait(sent, timeout_s=MESSAGE_TIMEOUT_S)
         self._spread(messages)
         group.finish()
         return all_finite

@@ -5,13 +5,16 @@ gloo's own `abort` does not. Invariant: a group that was cut or that failed is n
 """
 
 import contextlib
+import math
 import os
+import queue
+import select
 import socket
 import stat
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +29,13 @@ from elastic_hieravg.errors import PeerLostError
 GLOO_THREADS = 2
 # Beyond so many, those that are done are forgotten.
 WORKS_REMEMBERED = 1024
+
+# How often a rank that waits looks whether a peer has hung up.
+LOOK_S = 0.02
+# How long operations in flight may take to end once their group is cut.
+END_S = 0.5
+# How long a message may take in which everybody takes part already.
+MESSAGE_TIMEOUT_S = 600.0
 
 # A group's connections are told by the descriptors that appear while it is built: one build at a time.
 _BUILDING = threading.Lock()
@@ -43,6 +53,8 @@ class Group:
         self._connections: list[socket.socket] = []
         self._descriptors: list[int] = []
         self._works: dict[int, Work] = {}
+        self._timeout_s = timeout_s
+        self._waiter: _Waiter | None = None
         with _BUILDING:
             options = _gloo_options(peers[index].address, timeout_s=timeout_s)
             before = _socket_inodes()
@@ -63,19 +75,26 @@ class Group:
     def all_reduce(self, values: Tensor) -> Work:
         return self._start(self._backend.allreduce, [values])
 
-    def wait(self, works: Sequence[Work]) -> None:
-        """Until these are done. A failure ends all others that were started."""
-        try:
-            for work in works:
-                # Once each: gloo would wait for a second message.
-                del self._works[id(work)]
-                work.wait()
-        except RuntimeError as exc:
-            raise self._fail(exc) from exc
+    def wait(self, works: Sequence[Work], *, timeout_s: float = math.inf) -> None:
+        """Until these are done, each within `timeout_s`. A failure ends all others that were started."""
+        for work in works:
+            # Once each: gloo would wait for a second message.
+            del self._works[id(work)]
+        waiting = _Waiting(works, timedelta(seconds=min(timeout_s, self._timeout_s)))
+        self._hand_over(waiting)
+        while not waiting.is_done.wait(LOOK_S):
+            if self.is_over or self._has_hung_up():
+                # Gloo itself does not end a receive whose message had begun.
+                self.cut()
+                waiting.is_done.wait(END_S)
+                break
+        if waiting.error is not None or not waiting.is_done.is_set():
+            error = waiting.error or RuntimeError("a peer hung up in the middle of a message")
+            raise self._fail(error, is_stuck=not waiting.is_done.is_set()) from waiting.error
 
     def finish(self) -> None:
         """Until everything that was started is done."""
-        self.wait(list(self._works.values()))
+        self.wait(list(self._works.values()), timeout_s=MESSAGE_TIMEOUT_S)
 
     def cut(self) -> None:
         """End every operation in flight. Any thread may call it, at any time."""
@@ -89,6 +108,8 @@ class Group:
         for connection in self._connections:
             connection.close()
         self._connections, self._descriptors = [], []
+        if self._waiter is not None:
+            self._waiter.orders.put(None)
         _GROUPS.discard(self)
         with contextlib.suppress(AttributeError):
             del self._backend
@@ -114,13 +135,31 @@ class Group:
         self._works[id(work)] = work
         return work
 
-    def _fail(self, error: RuntimeError) -> PeerLostError:
-        """Cut the group and wait until nothing uses its members' memory any more."""
+    def _fail(self, error: RuntimeError, *, is_stuck: bool = False) -> PeerLostError:
+        """Cut the group and wait until nothing uses its members' memory any more, as far as gloo can tell.
+
+        `is_stuck`: it waits already for something that does not end. Nothing arrives any more either.
+        """
         self.cut()
-        while self._works:
-            with contextlib.suppress(RuntimeError):
-                self._works.popitem()[1].wait()
+        works, self._works = list(self._works.values()), {}
+        if not is_stuck:
+            waiting = _Waiting(works, timedelta(seconds=END_S), ends_at_error=False)
+            self._hand_over(waiting)
+            waiting.is_done.wait(END_S)
         return lost("a rank of the group", str(error).splitlines()[0])
+
+    def _hand_over(self, waiting: "_Waiting") -> None:
+        if self._waiter is None:
+            self._waiter = _Waiter()
+        self._waiter.orders.put(waiting)
+
+    def _has_hung_up(self) -> bool:
+        """Whether the other end of a connection is closed. In the middle of an operation nobody does that."""
+        poll = select.poll()
+        for connection in list(self._connections):
+            with contextlib.suppress(ValueError):
+                poll.register(connection, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def _keep_connections(self, descriptors: list[int]) -> None:
         for descriptor in descriptors:
@@ -137,6 +176,42 @@ class Group:
             else:
                 self._connections.append(connection)
                 self._descriptors.append(descriptor)
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """Operations that somebody waits for, and how that ended."""
+
+    works: Sequence[Work]
+    timeout: timedelta
+    ends_at_error: bool = True
+    error: RuntimeError | None = None
+    is_done: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        for work in self.works:
+            try:
+                work.wait(self.timeout)
+            except RuntimeError as exc:
+                self.error = exc
+                if self.ends_at_error:
+                    break
+        self.is_done.set()
+
+
+class _Waiter:
+    """A thread that waits for gloo, which holds whoever waits for it until its own timeout.
+
+    It ends with its group; if it is held by then, when the operation's time is up.
+    """
+
+    def __init__(self) -> None:
+        self.orders: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="hieravg-gloo", daemon=True).start()
+
+    def _run(self) -> None:
+        while (waiting := self.orders.get()) is not None:
+            waiting.run()
 
 
 @dataclass(frozen=True, slots=True)
