@@ -374,9 +374,9 @@ class EmbeddedKeyValue:
             )
         return stream
 
-    def call(self, message: dict[str, Any]) -> dict[str, Any]:
+    def call(self, message: dict[str, Any], *, timeout_s: float | None = None) -> dict[str, Any]:
         """Ask the server, or its steward."""
-        deadline_s = time.monotonic() + self._call_timeout_s
+        deadline_s = time.monotonic() + (self._call_timeout_s if timeout_s is None else timeout_s)
         stream = self._take(deadline_s)
         try:
             with self._lock:

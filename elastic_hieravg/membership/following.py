@@ -31,8 +31,10 @@ HOST_SILENT_S = 3.0
 # How long a host or a candidate may take to answer, and how long for a call to the store.
 ASK_TIMEOUT_S = 1.0
 CALL_TIMEOUT_S = 2.0
+# One that was lost or is no member may take so long: it is asked again anyway.
+PROBE_TIMEOUT_S = 0.3
 # An agent that did not answer is left out for so long.
-SKIP_S = 2.0
+SKIP_S = 4.0
 RETRY_S = 0.05
 # Things that are tried again and are not urgent.
 SELDOM_S = 1.0
@@ -192,14 +194,14 @@ class Follower:
         message = {"call": "moved", "host": host_message(hosted)}
         for endpoint in self._endpoints:
             if not steward.bind(endpoint):
-                self._hear(self._ask(endpoint, message))
+                self._hear(self._ask(endpoint, message, timeout_s=PROBE_TIMEOUT_S))
         with steward.lock:
             live = {where for _, where in steward.knowledge.agents()} - {steward.me}
         self._agents |= dict.fromkeys(sorted(live))
         now_s, silent_s = time.monotonic(), SELDOM_S + 2 * BEAT_S
         silent = [each for each in self._agents if steward.is_silent(now_s, each, silent_s=silent_s)]
         for where in silent[:CALLS_PER_TURN]:
-            answer = self._ask(where, message)
+            answer = self._ask(where, message, timeout_s=PROBE_TIMEOUT_S)
             del self._agents[where]
             if answer is not None or where in live or where in self._skipped_until_s:
                 # At the end of the row: it lives, or may live.
@@ -244,9 +246,9 @@ class Follower:
         steward = self._steward
         now_s = time.monotonic()
         if now_s > self._seldom_s + SELDOM_S:
-            self._seldom_s = now_s
             if self._look_back() or self._look_around(now_s):
                 return 0.0
+            self._seldom_s = time.monotonic()
         with steward.lock:
             candidates = list(steward.knowledge.candidates())
             message = {"call": "register", **self._said()}
@@ -311,10 +313,11 @@ class Follower:
 
     def _look_back(self) -> bool:
         """Whether the lost host is there again; or whether its process has ended."""
-        steward, line = self._steward, self._line
+        steward = self._steward
         lost = steward.lost
-        if lost is None or line is None or steward.has_ended:
+        if lost is None or steward.has_ended:
             return False
+        line = self._reach(lost, timeout_s=PROBE_TIMEOUT_S)
         try:
             # If this agent has voted since, the old host has to be voted for anew.
             line.call({"call": "who", "term": steward.promised})
@@ -323,6 +326,8 @@ class Follower:
                 with steward.lock:
                     steward.note_end()
             return False
+        finally:
+            line.close()
         return self._try(lost)
 
     def _look_around(self, now_s: float) -> bool:
@@ -330,7 +335,7 @@ class Follower:
         steward = self._steward
         is_long = now_s > self._lost_s + FROZEN_S
         for endpoint in self._endpoints:
-            answer = self._ask(endpoint, {"call": "who", "is_seeking": True})
+            answer = self._ask(endpoint, {"call": "who", "is_seeking": True}, timeout_s=PROBE_TIMEOUT_S)
             host = None if answer is None else read_host(answer["host"])
             if host is not None and self._try(host, is_anew=is_long and steward.has_ended):
                 return True
@@ -342,7 +347,9 @@ class Follower:
             )
         return False
 
-    def _ask(self, where: Where, message: dict[str, Any]) -> dict[str, Any] | None:
+    def _ask(
+        self, where: Where, message: dict[str, Any], *, timeout_s: float = ASK_TIMEOUT_S
+    ) -> dict[str, Any] | None:
         """What an agent answers, or None. One that says nothing at all is left out for some time."""
         now_s = time.monotonic()
         if where == self._steward.me or now_s < self._skipped_until_s.get(where, now_s):
@@ -350,10 +357,10 @@ class Follower:
         line = self._lines.get(where)
         if line is None:
             run_id = self._steward.run_id
-            line = EmbeddedKeyValue(*where, run_id=run_id, call_timeout_s=ASK_TIMEOUT_S)
+            line = EmbeddedKeyValue(*where, run_id=run_id)
             self._lines[where] = line
         try:
-            answer = line.call(message)
+            answer = line.call(message, timeout_s=timeout_s)
         except StoreDeniedError:
             if not self._thread.is_alive():
                 # At the start it is a mistake somebody has to know of; later it is somebody else's affair.
@@ -363,7 +370,7 @@ class Follower:
             if isinstance(exc.__cause__, ConnectionError):
                 self._skipped_until_s.pop(where, None)
             else:
-                self._skipped_until_s[where] = now_s + ASK_TIMEOUT_S + SKIP_S
+                self._skipped_until_s[where] = now_s + SKIP_S
             return None
         self._skipped_until_s.pop(where, None)
         return answer

@@ -9,6 +9,7 @@ import sys
 import time
 from typing import Any
 
+from elastic_hieravg.membership import following
 from elastic_hieravg.membership.decisions import Policy
 from elastic_hieravg.membership.embedded import EmbeddedKeyValue
 from elastic_hieravg.membership.etcd import EtcdKeyValue
@@ -46,6 +47,7 @@ def told(notice: Notice | StoreAway | StoreBack) -> None:
 
 def open_store(config: dict[str, Any]) -> KeyValue:
     if "failover_ports" in config:
+        following.FROZEN_S = config.get("frozen_s", following.FROZEN_S)
         return FailoverKeyValue(
             [("127.0.0.1", port) for port in config["failover_ports"]],
             run_id=config["run_id"],
