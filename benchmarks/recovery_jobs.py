@@ -137,15 +137,15 @@ class Job:
 
     # --- nodes ------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self, *more: str) -> None:
         if self.system.runtime == "torchft":
             self._start_lighthouse()
-        for index, name in enumerate(NAMES):
+        for index, name in enumerate((*NAMES, *more)):
             self.start_node(name)
             if index == 0 and self.system.store in ("embedded", "c10d"):
                 # The first agent is to host the store.
                 await_port(f"127.0.0.1:{self.port}")
-        self.await_together(NAMES, since_s=0.0)
+        self.await_together((*NAMES, *more), since_s=0.0)
 
     def start_node(self, name: str) -> None:
         with (self.folder / "logs" / name).open("ab") as log:
@@ -203,7 +203,7 @@ class Job:
         """Until all of these, and nobody else, had a global round after this time."""
         deadline_s = time.monotonic() + START_BOUND_S
         size = SLOTS * len(names)
-        while time.monotonic() < deadline_s:
+        while time.monotonic() < deadline_s and set(names) <= set(self.present()):
             self.read()
             rounds = [each for name in names for each in self.rounds(name, since_s=since_s)]
             if all(any(step.num_ranks == size for step in steps) for steps in rounds):
@@ -366,7 +366,7 @@ def tell_place(steps: Sequence[Step], at_s: float) -> tuple[float, int, bool]:
 
 
 def restore(job: Job, event: str) -> None:
-    """Have what the next event needs."""
+    """Have what the next event needs. `TimeoutError` if the job does not come to it."""
     since_s = time.monotonic()
     if event == FROZEN:
         kill_node(job.nodes["c"])
@@ -379,23 +379,12 @@ def measure_life(system: System, events: Sequence[str], folder: Path, *, etcd: E
     outcomes: list[Outcome] = []
     job: Job | None = None
     try:
-        for event in events:
-            if job is None:
-                job = Job(system, folder / f"{folder.name}-{len(outcomes)}", etcd)
-                job.start()
-                if event == NODE:
-                    job.start_node(JOINER)
-                    job.await_together((*NAMES, JOINER), since_s=time.monotonic())
-            outcomes.append(measure_event(job, event))
-            print(outcomes[-1], file=sys.stderr)
-            is_over = bool(outcomes[-1].failure)
-            if not is_over and event != events[-1]:
-                try:
-                    restore(job, event)
-                except TimeoutError as exc:
-                    print(f"{exc} after: {event}", file=sys.stderr)
-                    is_over = True
-            if is_over:
+        for index, event in enumerate(events):
+            job = job or Job(system, folder / f"{folder.name}-{index}", etcd)
+            outcome, goes_on = run_event(job, event, is_last=event == events[-1])
+            outcomes.append(outcome)
+            print(outcome, file=sys.stderr)
+            if not goes_on:
                 job.close()
                 job = None
     finally:
@@ -405,6 +394,21 @@ def measure_life(system: System, events: Sequence[str], folder: Path, *, etcd: E
             if member.process is None:
                 member.start()
     return outcomes
+
+
+def run_event(job: Job, event: str, *, is_last: bool) -> tuple[Outcome, bool]:
+    """What came of it, and whether the job can go on to the next one."""
+    outcome = Outcome(event, job.system.name, os.getloadavg()[0], failure="did not start")
+    try:
+        if not job.nodes:
+            job.start(*([JOINER] if event == NODE else []))
+        outcome = measure_event(job, event)
+        if not outcome.failure and not is_last:
+            restore(job, event)
+            return outcome, True
+    except TimeoutError as exc:
+        print(exc, file=sys.stderr)
+    return outcome, False
 
 
 # --- at rest --------------------------------------------------------------------------------------------------
