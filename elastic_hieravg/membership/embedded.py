@@ -83,7 +83,8 @@ class EmbeddedServer:
         self._ledger = Ledger(first_lease_id=new_lease_id())
         self._is_serving = is_serving
         self._orders: queue.SimpleQueue[Ledger | None] = queue.SimpleQueue()
-        self._listener = socket.create_server((address, port), backlog=BACKLOG)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, port), family=family, backlog=BACKLOG)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from elastic_hieravg.errors import Problem, StoreAwayError
+from elastic_hieravg.errors import Problem, StoreAwayError, UsageError
 from elastic_hieravg.membership.candidacy import Candidacy, Mandate
 from elastic_hieravg.membership.embedded import EmbeddedServer, new_lease_id
 from elastic_hieravg.membership.hosting import Hosting
@@ -61,7 +61,11 @@ class Stewardship:
         self.hosted: Host | None = None
         self._hosting: Hosting | None = None
         self._bound: dict[Where, EmbeddedServer] = {}
-        self._standby = EmbeddedServer(address, 0, run_id=run_id, steward=self, is_serving=False)
+        try:
+            self._standby = EmbeddedServer(address, 0, run_id=run_id, steward=self, is_serving=False)
+        except OSError as exc:
+            message = f"this node cannot be reached at {address}: {exc.strerror}"
+            raise UsageError(Problem(message, "give an address or a name of this machine itself")) from exc
         self.me: Where = (address, self._standby.port)
         self.name = name_of(self.me)
         self.knowledge = Knowledge(self.keys, self.me)
