@@ -17,8 +17,10 @@ SOURCES = sorted(
 )
 # What decides without acting. A list of what is allowed, because nobody can list all that reaches outside.
 PURE_MEMBERSHIP = (
+    "candidacy",
     "decisions",
     "opening",
+    "knowledge",
     "kv",
     "ledger",
     "member",
@@ -26,6 +28,7 @@ PURE_MEMBERSHIP = (
     "mirror",
     "proposing",
     "records",
+    "succession",
 )
 PURE = [
     PACKAGE / "errors.py",
