@@ -20,7 +20,6 @@ PURE_MEMBERSHIP = (
     "candidacy",
     "decisions",
     "opening",
-    "knowledge",
     "kv",
     "ledger",
     "member",
