@@ -204,6 +204,21 @@ def read_steps(text: str, *, flag: str) -> int:
     return int(text)
 
 
+def read_modules(text: str, *, flag: str) -> tuple[str, ...]:
+    """Read names of modules, with commas between them.
+
+    >>> read_modules("torch,my.module", flag="--warm")
+    ('torch', 'my.module')
+    """
+    names = tuple(name.strip() for name in text.split(","))
+    wrong = [name for name in names if not all(part.isidentifier() for part in name.split("."))]
+    if wrong:
+        raise UsageError(
+            Problem(f"{flag} is {text!r}: {wrong[0]!r} is no module", "write torch, or torch,my.module")
+        )
+    return names
+
+
 def read_params(text: str) -> int:
     """Read a number of parameters.
 
@@ -316,6 +331,12 @@ def flag_default(name: str, *, prefix: str = "HIERAVG") -> str | None:
 
 def export(variables: Mapping[str, str]) -> None:
     """Set variables of this process's environment, for the processes it starts."""
+    os.environ.update(variables)
+
+
+def replace_environment(variables: Mapping[str, str]) -> None:
+    """Have these variables, and no others."""
+    os.environ.clear()
     os.environ.update(variables)
 
 

@@ -5,20 +5,25 @@ fail loudly when what is overridden changes. Checked against torch 2.13.
 """
 
 import contextlib
+import functools
 import logging
 import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 
 from elastic_hieravg.agent.node import InPlaceNode
+from elastic_hieravg.agent.warm_pool import WarmPool
 from elastic_hieravg.membership.records import Closing
 
 EXIT_DONE, EXIT_FAILED = 0, 1
@@ -72,6 +77,30 @@ class NoRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
+
+
+class WarmHandler(SubprocessHandler):
+    """Starts a worker in a process that waits for it, if there is one."""
+
+    def __init__(self, pool: WarmPool, **arguments: Any) -> None:
+        self._pool = pool
+        self._slot: int = arguments["local_rank_id"]
+        super().__init__(**arguments)
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        warm = self._pool.start(self._slot, args, env, stdout=self._stdout, stderr=self._stderr)
+        return warm or super()._popen(args=args, env=env)
+
+
+@contextlib.contextmanager
+def starting_warm(pool: WarmPool) -> Iterator[None]:
+    """Have torch's agent start its workers out of a pool, for the time of a block."""
+    before = multiprocessing_api.get_subprocess_handler
+    multiprocessing_api.get_subprocess_handler = functools.partial(WarmHandler, pool)
+    try:
+        yield
+    finally:
+        multiprocessing_api.get_subprocess_handler = before
 
 
 class InPlaceAgent(LocalElasticAgent):

@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elastic_hieravg.config import host_name, read_node_labels
+from elastic_hieravg.config import host_name, read_modules, read_node_labels
 from elastic_hieravg.errors import Problem, UsageError, raise_if_any
 from elastic_hieravg.membership.decisions import Policy
 from elastic_hieravg.membership.etcd_client import EtcdSettings
@@ -35,15 +35,16 @@ FLAGS = {"lease_ttl_s": "--lease-ttl-s", "node_id": "--node-id"}
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """The store that the first agent serves at its endpoint."""
+    """The store that the first agent serves at its endpoint. `others`: where it can be asked for, too."""
 
     host: str
     port: int
+    others: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """`hang_timeout_s` is None if it follows the worker's own steps."""
+    """`hang_timeout_s` is None if it follows the worker's own steps. `warm`: modules, none if not wanted."""
 
     run_id: str
     store: Embedded | EtcdSettings
@@ -52,6 +53,7 @@ class RunSettings:
     lease_ttl_s: float
     grace_s: float
     hang_timeout_s: float | None
+    warm: tuple[str, ...] = ()
 
 
 def read_run_settings(
@@ -77,6 +79,7 @@ def read_run_settings(
     seconds = {name: each for name, each in read.items() if isinstance(each, float)}
     store = gather(lambda: _store(flags, texts, nodes_max=nodes_max), problems)
     job = gather(lambda: _job(flags, nodes_min=nodes_min, nodes_max=nodes_max), problems)
+    warm = gather(lambda: read_modules(flags.warm, flag="--warm") if flags.warm else (), problems)
     candidate = None if store is None else gather(lambda: _candidate(flags, store, slots=slots), problems)
     raise_if_any(UsageError, problems)
     assert store is not None
@@ -91,6 +94,7 @@ def read_run_settings(
         seconds["lease_ttl_s"],
         seconds["grace_s"],
         None if given["hang_timeout_s"] is None else seconds["hang_timeout_s"],
+        warm or (),
     )
 
 
@@ -112,17 +116,22 @@ def _store(flags: Namespace, texts: Mapping[str, str], *, nodes_max: int) -> Emb
         )
     if flags.standalone or (not flags.rdzv_endpoint and nodes_max == 1):
         return Embedded("127.0.0.1", 0)
-    host, colon, port = flags.rdzv_endpoint.strip().rpartition(":")
+    first, *others = (_endpoint(text, flags.rdzv_endpoint) for text in flags.rdzv_endpoint.split(","))
+    return Embedded(*first, tuple(others))
+
+
+def _endpoint(text: str, flag: str) -> tuple[str, int]:
+    host, colon, port = text.strip().rpartition(":")
     if not colon:
         host, port = port, str(DEFAULT_PORT)
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise UsageError(
             Problem(
-                f"--rdzv-endpoint is {flags.rdzv_endpoint!r}",
+                f"--rdzv-endpoint is {flag!r}",
                 "give the first node's address, the same on every node: host:port; or --standalone",
             )
         )
-    return Embedded(host.strip("[]"), int(port))
+    return host.strip("[]"), int(port)
 
 
 def _job(flags: Namespace, *, nodes_min: int, nodes_max: int) -> Job:

@@ -70,6 +70,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--grace-s", "25", "how long this node may take to leave on SIGTERM")
     add("--warmup-steps", "0", "so many steps are synchronous at the start")
+    add("--warm", None, "have processes wait that have imported these modules: torch, or torch,my.module")
     ours.add_argument(
         "--label", action="append", default=[], metavar="KEY=VALUE", help="a label of this node; repeatable"
     )

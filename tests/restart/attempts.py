@@ -16,7 +16,7 @@ from tests.membership.etcd_servers import EtcdCluster, free_ports
 from tests.rendezvous.torchruns import PATIENCE_S, TORCHRUN, TorchrunNode, wait_for
 
 SCRIPT = Path(__file__).with_name("train.py")
-HIERAVG = (str(Path(sys.executable).with_name("hieravg")), "run", "--membership", "restart")
+HIERAVG = (str(Path(sys.executable).with_name("hieravg")), "run")
 PERIOD = 8
 HIERARCHY = f"node=2,global={PERIOD}"
 # No test passes by waiting for a lease to end.
@@ -55,9 +55,10 @@ def torchrun_c10d(run_id: str, *, is_shared: bool) -> Launcher:
     return Launcher(TORCHRUN, store, False, {"HIERAVG_HIERARCHY": HIERARCHY, **cure})
 
 
-def hieravg_embedded(run_id: str) -> Launcher:
+def hieravg_embedded(run_id: str, *flags: str, membership: str = "restart") -> Launcher:
     store = (f"--rdzv-endpoint=127.0.0.1:{free_ports(1)[0]}", f"--rdzv-id={run_id}")
-    return Launcher(HIERAVG, (*store, "--rdzv-conf=last_call_timeout=0.2"), True)
+    own = ("--membership", membership, "--rdzv-conf=last_call_timeout=0.2", *flags)
+    return Launcher(HIERAVG, (*store, *own), True)
 
 
 class RestartJob:
@@ -83,6 +84,10 @@ class RestartJob:
         self._nodes.append(node)
         self.live[node_id] = node
         return node
+
+    def agent_pid(self, node_id: str) -> int:
+        """`setpriv` becomes the agent."""
+        return self.live[node_id].process.pid
 
     def lines(self, event: str | None = None) -> list[Line]:
         with contextlib.suppress(FileNotFoundError):
