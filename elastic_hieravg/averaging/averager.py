@@ -309,6 +309,11 @@ class HierarchicalAverager:
         """The groups of this rank that can average gradients."""
         return tuple(key for key, group in self._gradients.items() if not group.is_over)
 
+    def cut_gradients(self) -> None:
+        """This rank makes no backward pass any more: who waits for its gradients goes on with its own."""
+        for group in self._gradients.values():
+            group.cut()
+
     def use_gradients(self, built: Mapping[GroupKey, Group]) -> None:
         """Average gradients over these groups too, from the next backward pass on. Only between steps."""
         wanted = self._level_keys.values()

@@ -13,15 +13,19 @@ from elastic_hieravg.plan.document import Fields, canonical_json, parse_json
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """`is_hooked`: it averages gradients. `gradients` names the keys of its groups that can do so."""
+    """`is_hooked`: it averages gradients. `gradients` names the keys of its groups that can do so.
+
+    `is_ending`: its training loop has ended, so there are no gradients of it any more.
+    """
 
     step: int
     holds_model: bool
     is_hooked: bool = False
     gradients: tuple[str, ...] = ()
+    is_ending: bool = False
 
     def to_json(self) -> str:
-        flags = {"holds_model": int(self.holds_model), "is_hooked": int(self.is_hooked)}
+        flags = {name: int(getattr(self, name)) for name in ("holds_model", "is_hooked", "is_ending")}
         return canonical_json({"step": self.step, **flags, "gradients": list(self.gradients)})
 
 
@@ -33,6 +37,7 @@ def read_role(text: str) -> Role:
         holds_model=bool(fields.number("holds_model")),
         is_hooked=bool(fields.number("is_hooked")),
         gradients=tuple(str(name) for _, name in fields.items("gradients")),
+        is_ending=bool(fields.number("is_ending")),
     )
     fields.close()
     return role
@@ -53,10 +58,12 @@ def missing_gradients(
     # The slowest rank decides: it may need the world when the others do no more.
     steps = [role.step for role in roles if role.holds_model]
     levels = gradient_levels(plan, wanted, is_warmup=plan.is_warmup(min(steps, default=0) + 1))
+    members = {key: [roles[member] for member in level.group_of(rank)] for key, level in levels.items()}
     return {
         key: level
         for key, level in levels.items()
-        if not _have(key, [roles[member] for member in level.group_of(rank)])
+        # Who has ended would be waited for in vain.
+        if not _have(key, members[key]) and not any(role.is_ending for role in members[key])
     }
 
 

@@ -24,7 +24,7 @@ def test_state_comes_from_those_who_hold_the_model(roles: list[Role], sources: l
 
 
 def test_a_role_is_read_as_it_was_written() -> None:
-    role = Role(7, holds_model=True, is_hooked=True, gradients=("1-ab", "2-cd"))
+    role = Role(7, holds_model=True, is_hooked=True, gradients=("1-ab", "2-cd"), is_ending=True)
     assert read_role(role.to_json()) == role
     with pytest.raises(DocumentError, match="a role has no 'step'"):
         read_role("{}")
@@ -74,4 +74,12 @@ def test_a_group_that_one_member_lacks_is_built_by_all_of_them() -> None:
     ]
     assert levels_built(plan, own, roles) == [[]] * 5
     roles[3] = Role(9, holds_model=True, is_hooked=True)
+    assert levels_built(plan, own, roles) == [[], [], ["node"], ["node"], []]
+
+
+def test_nobody_waits_for_the_gradients_of_a_loop_that_has_ended() -> None:
+    plan, own = planned(warmup_steps=100)
+    hooked = Role(9, holds_model=True, is_hooked=True)
+    roles = [hooked, Role(9, holds_model=True, is_hooked=True, is_ending=True), hooked, hooked, hooked]
+    # Rank 1 is in the world, and on rank 0's node.
     assert levels_built(plan, own, roles) == [[], [], ["node"], ["node"], []]
