@@ -73,8 +73,8 @@ SYSTEMS = (
     System("torchrun, tuned", "torchrun", "c10d", f"{TUNED}3", (FRESH,), is_tuned=True, num_repeats_max=2),
     System("torchrun, defaults, fresh stores", "torchrun", "c10d", variables=(FRESH,), num_repeats_max=1),
     System("torchrun, defaults", "torchrun", "c10d", num_repeats_max=1),
-    System("torchft, tuned", "torchft", "lighthouse", is_tuned=True, num_repeats_max=2),
-    System("torchft, defaults", "torchft", "lighthouse", num_repeats_max=1),
+    System("torchft, tuned", "torchft", "lighthouse", "", (FRESH,), is_tuned=True, num_repeats_max=2),
+    System("torchft, defaults", "torchft", "lighthouse", variables=(FRESH,), num_repeats_max=1),
 )
 LIGHTHOUSE_TUNED = ("--heartbeat_timeout_ms=1000", "--join_timeout_ms=1000", "--quorum_tick_ms=20")
 
