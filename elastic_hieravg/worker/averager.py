@@ -59,6 +59,7 @@ class ElasticAverager:
         self._is_fenced = False
         self._is_draining = False
         self._is_busy = False
+        self._running: PlannedLevel | None = None
         self._stopped: Stop | None = None
         self._current: Adopted | None = None
         self._dead_since: int | None = None
@@ -154,6 +155,7 @@ class ElasticAverager:
         """Have the training thread look at the next boundary, or now if it waits at one."""
         self._has_news = True
         with self.generations.changed:
+            self._speak_up()
             self.generations.changed.notify_all()
 
     def fence(self) -> None:
@@ -224,6 +226,20 @@ class ElasticAverager:
             )
         )
 
+    def _set_running(self, level: PlannedLevel | None) -> None:
+        with self.generations.changed:
+            self._running = level
+            self._speak_up()
+
+    def _speak_up(self) -> None:
+        """Post an opening from within a round: who is awaited in it may itself wait for this rank's opening.
+
+        Not if the round is about to fail: then this rank can say more, and enter where it stands.
+        """
+        level = self._running
+        if level is not None and self.generations.is_opening_wanted and not self._engine.is_over(level):
+            self._post(self._engine.step_count + 1)
+
     def _enter(self) -> None:
         entering, built = self.generations.take()
         engine, entry = self._engine, entering.entry
@@ -275,7 +291,11 @@ class ElasticAverager:
         if engine.is_over(level):
             return self._failed(level)
         try:
-            engine.run(level, holds_model=self._holds_model, is_ending=self._is_ending)
+            self._set_running(level)
+            try:
+                engine.run(level, holds_model=self._holds_model, is_ending=self._is_ending)
+            finally:
+                self._set_running(None)
         except PeerLostError as exc:
             _log.info(
                 "a round of level %s failed at step %s: %s",
@@ -306,10 +326,13 @@ class ElasticAverager:
             timeout_s = 0.0
         else:
             timeout_s = RETRY_WAIT_S if self._holds_model else math.inf
-        self._wait(
-            lambda: self._enter_if_time(can_wait=True) or self._number != number or self._has_passed(),
-            timeout_s=timeout_s,
-        )
+
+        def is_decided() -> bool:
+            return self._enter_if_time(can_wait=True) or self._number != number or self._has_passed()
+
+        if not self._wait(is_decided, timeout_s=timeout_s) and self.generations.posted_step is not None:
+            # It has said that it can enter here, and somebody who is late may come to do so.
+            self._wait(lambda: is_decided() or self.generations.posted_step is None, timeout_s=FENCE_WAIT_S)
         if self._number != number:
             self.num_retried += 1
             return True

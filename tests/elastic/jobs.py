@@ -29,6 +29,8 @@ LOG_SHOWN = 4000
 STACKS_S = 1.0
 SLOTS = 2
 HIERARCHY = "node=4,global=16"
+# A newcomer does not wait long for others here.
+SETTLE = "--rdzv-conf=last_call_timeout=0.2"
 
 _GENERATION = re.compile(r"generation (\d+), (\w+): (.*)")
 
@@ -82,6 +84,7 @@ class RunningJob:
         script: Sequence[str] = (),
         nnodes: str = "1:4",
         hierarchy: str = HIERARCHY,
+        slots: int = SLOTS,
     ) -> None:
         self.folder = folder
         self.cluster = cluster
@@ -89,8 +92,9 @@ class RunningJob:
         self.faults: Counter[str] = Counter()
         self.nodes: dict[str, NodeProcess] = {}
         self.fenced: set[int] = set()
-        self._flags = [f"--nnodes={nnodes}", "--hierarchy", hierarchy, "--max-restarts=20", *flags]
+        self._flags = [f"--nnodes={nnodes}", "--hierarchy", hierarchy, "--max-restarts=20", SETTLE, *flags]
         self._script = script
+        self._slots = slots
         self._sockets: set[str] = set()
         self._ports = [] if cluster else free_ports(1)
         self._read: dict[Path, tuple[int, list[Line]]] = {}
@@ -100,12 +104,19 @@ class RunningJob:
     # --- nodes ------------------------------------------------------------------------------------------------
 
     def start(
-        self, *names: str, slots: int = SLOTS, flags: Sequence[str] = (), script: Sequence[str] = ()
+        self,
+        *names: str,
+        slots: int | None = None,
+        flags: Sequence[str] = (),
+        script: Sequence[str] = (),
+        under: Sequence[str] = (),
     ) -> None:
+        """`slots` is the job's if not given. `under`: a program that starts the agent in its place."""
+        slots = slots or self._slots
         for name in names:
             assert name not in self.nodes or not self.nodes[name].is_alive, f"{name} runs"
             log = self.folder / "logs" / name
-            command = ["setpriv", "--pdeathsig", "KILL", str(HIERAVG), "run", "--node-id", name]
+            command = [*under, "setpriv", "--pdeathsig", "KILL", str(HIERAVG), "run", "--node-id", name]
             command += [f"--nproc-per-node={slots}", *self._store_flags(), *self._flags, *flags, str(SCRIPT)]
             command += ["--folder", str(self.folder), "--name", name, *self._script, *script]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -244,7 +255,7 @@ class RunningJob:
             assert self.nodes[name].workers() == pids, f"{name} has other workers than before"
             for pid in pids:
                 assert self._last_step(pid) > steps_before[pid], f"{pid} of {name} makes no steps"
-                self._check_steps(pid)
+                self._check_steps(pid, since_s=survivors.since_s)
 
     def finish(self) -> None:
         """End the training; all replicas end alike, every agent exits with 0, and nothing is left."""
@@ -323,8 +334,8 @@ class RunningJob:
         steps = [line["step"] for line in self.of(pid, "step")]
         return steps[-1] if steps else 0
 
-    def _check_steps(self, pid: int) -> None:
-        steps = [line["step"] for line in self.of(pid, "step")]
+    def _check_steps(self, pid: int, *, since_s: float = 0.0) -> None:
+        steps = [line["step"] for line in self.of(pid, "step") if line["at_s"] > since_s]
         if steps:
             assert steps == list(range(steps[0], steps[0] + len(steps))), (
                 f"{pid} lost or repeated a step: {steps}"

@@ -7,6 +7,7 @@ model not finite, to be quiet, to exit. A file named `stop` ends the training lo
 import argparse
 import hashlib
 import json
+import logging
 import math
 import os
 import sys
@@ -28,6 +29,7 @@ def read_flags() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10**9)
     parser.add_argument("--step-s", type=float, default=0.02)
     parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--log-bytes", type=int, default=0, help="how much it logs with every step")
     parser.add_argument("--raise-at-start", action="store_true")
     parser.add_argument("--exit-at-start", type=int)
     return parser.parse_args()
@@ -40,6 +42,7 @@ class Script:
         self.flags = flags
         self.counts: Counter[str] = Counter()
         self.is_together = False
+        self.rounds: list[str] = []
         self.job = eh.join()
         lines = flags.folder / "lines" / f"{flags.name}.{os.getpid()}"
         self.lines = lines.open("a", buffering=1)
@@ -69,6 +72,7 @@ class Script:
 
     def observe(self, done: RoundDone) -> None:
         self.counts[f"{done.level} {done.outcome}"] += 1
+        self.rounds.append(f"{done.level} of generation {self.job.generation} {done.outcome}")
         self.counts["not finite"] += done.num_nonfinite
         is_widest = done.level == self.job.plan.levels[-1].name
         self.is_together |= is_widest and done.outcome is Outcome.COMMITTED
@@ -85,7 +89,7 @@ class Script:
             self.say("joined", digest=self.digest())
             while job.step < flags.steps and not job.should_stop and not self.stop.exists():
                 self.follow_orders()
-                self.is_together = False
+                self.is_together, self.rounds = False, []
                 loss = self.model(torch.randn(8, 64)).square().mean()
                 loss.backward()
                 self.optimizer.step()
@@ -94,7 +98,9 @@ class Script:
                 averager.step(num_samples=8)
                 # All replicas are alike behind a global round, and nowhere else.
                 together = {"digest": self.digest()} if self.is_together else {}
-                self.say("step", loss=loss.item(), **together)
+                if flags.log_bytes:
+                    logging.getLogger(__name__).warning("x" * flags.log_bytes)
+                self.say("step", loss=loss.item(), rounds=self.rounds, **together)
         told = {name: getattr(averager, name) for name in ("num_committed", "num_retried", "num_skipped")}
         self.say("end", digest=self.digest(), counts=dict(self.counts), **told)
 
