@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elastic_hieravg.config import host_name, read_modules, read_node_labels
+from elastic_hieravg.config import host_name, read_modules, read_node_labels, read_steps
 from elastic_hieravg.errors import Problem, UsageError, raise_if_any
 from elastic_hieravg.membership.decisions import Policy
 from elastic_hieravg.membership.etcd_client import EtcdSettings
@@ -77,20 +77,25 @@ def read_run_settings(
     }
     problems += [each for each in read.values() if isinstance(each, Problem)]
     seconds = {name: each for name, each in read.items() if isinstance(each, float)}
+    if flags.rdzv_backend == ETCD and not _has_run_id(flags):
+        problems.append(Problem("there is no run id", "give every job its own: --rdzv-id=job7"))
     store = gather(lambda: _store(flags, texts, nodes_max=nodes_max), problems)
     job = gather(lambda: _job(flags, nodes_min=nodes_min, nodes_max=nodes_max), problems)
     warm = gather(lambda: read_modules(flags.warm, flag="--warm") if flags.warm else (), problems)
-    candidate = None if store is None else gather(lambda: _candidate(flags, store, slots=slots), problems)
+    # A node that cannot be is refused here, before anything is started.
+    node = gather(lambda: Node(flags.node_id or host_name(), slots, read_node_labels(flags.label)), problems)
+    address = None if store is None else gather(lambda: flags.local_addr or _address(store), problems)
     raise_if_any(UsageError, problems)
     assert store is not None
     assert job is not None
-    assert candidate is not None
+    assert node is not None
+    assert address is not None
     run_id = flags.rdzv_id if _has_run_id(flags) else secrets.token_hex(4)
     return RunSettings(
         run_id,
         store,
         Policy(job, join_settle_s=seconds["last_call_timeout"], pause_s=seconds["join_timeout"]),
-        candidate,
+        Candidate(node.node_id, node.slots, node.labels, address, 0, may_rename=not flags.node_id),
         seconds["lease_ttl_s"],
         seconds["grace_s"],
         None if given["hang_timeout_s"] is None else seconds["hang_timeout_s"],
@@ -104,8 +109,6 @@ def _has_run_id(flags: Namespace) -> bool:
 
 def _store(flags: Namespace, texts: Mapping[str, str], *, nodes_max: int) -> Embedded | EtcdSettings:
     if flags.rdzv_backend == ETCD:
-        if not _has_run_id(flags):
-            raise UsageError(Problem("there is no run id", "give every job its own: --rdzv-id=job7"))
         return etcd_settings(flags.rdzv_endpoint, texts)
     if flags.rdzv_backend != EMBEDDED:
         raise UsageError(
@@ -135,27 +138,24 @@ def _endpoint(text: str, flag: str) -> tuple[str, int]:
 
 
 def _job(flags: Namespace, *, nodes_min: int, nodes_max: int) -> Job:
+    problems: list[Problem] = []
     on_misfit = next((each for each in ON_MISFIT if each == flags.on_misfit), None)
     if on_misfit is None:
-        raise UsageError(Problem(f"--on-misfit is {flags.on_misfit}", f"take {' or '.join(ON_MISFIT)}"))
-    if flags.membership not in list(Mode):
-        raise UsageError(Problem(f"--membership is {flags.membership}", f"take {' or '.join(Mode)}"))
-    try:
-        warmup_steps = int(flags.warmup_steps)
-    except ValueError as exc:
-        problem = Problem(f"--warmup-steps is {flags.warmup_steps}", "give a whole number of steps, 0 or more")
-        raise UsageError(problem) from exc
-    hierarchy = Hierarchy.parse(flags.hierarchy)
-    return Job(nodes_min, nodes_max, hierarchy, Mode(flags.membership), warmup_steps, on_misfit)
+        problems.append(Problem(f"--on-misfit is {flags.on_misfit}", f"take {' or '.join(ON_MISFIT)}"))
+    mode = next((each for each in Mode if each == flags.membership), None)
+    if mode is None:
+        problems.append(Problem(f"--membership is {flags.membership}", f"take {' or '.join(Mode)}"))
+    warmup_steps = gather(lambda: read_steps(str(flags.warmup_steps), flag="--warmup-steps"), problems)
+    hierarchy = gather(lambda: Hierarchy.parse(flags.hierarchy), problems)
+    raise_if_any(UsageError, problems)
+    assert on_misfit is not None
+    assert mode is not None
+    assert warmup_steps is not None
+    assert hierarchy is not None
+    return Job(nodes_min, nodes_max, hierarchy, mode, warmup_steps, on_misfit)
 
 
-def _candidate(flags: Namespace, store: Embedded | EtcdSettings, *, slots: int) -> Candidate:
+def _address(store: Embedded | EtcdSettings) -> str:
     if isinstance(store, EtcdSettings):
-        endpoint = store.endpoints[0]
-    else:
-        endpoint = f"{store.host}:{store.port or DEFAULT_PORT}"
-    node_id = flags.node_id or host_name()
-    # A node that cannot be is refused here, before anything is started.
-    node = Node(node_id, slots, read_node_labels(flags.label))
-    address = flags.local_addr or address_towards(endpoint)
-    return Candidate(node_id, node.slots, node.labels, address, 0, may_rename=not flags.node_id)
+        return address_towards(store.endpoints[0])
+    return address_towards(f"{store.host}:{store.port or DEFAULT_PORT}")
