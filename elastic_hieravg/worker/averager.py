@@ -7,29 +7,35 @@ loop never sees an exception for a lost peer. Invariant: a rank's step counter n
 
 import logging
 import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import nn
 from torch.optim import Optimizer
 
 from elastic_hieravg.averaging.averager import HierarchicalAverager
+from elastic_hieravg.averaging.rounds import AveragingGroup
 from elastic_hieravg.errors import InDoubtError, MembershipError, ParametersError, PeerLostError, Problem
+from elastic_hieravg.events import Outcome
 from elastic_hieravg.membership.local import Broken, Drained, Entered, FromWorker, Stop
 from elastic_hieravg.membership.messages import Adopted
 from elastic_hieravg.membership.opening import Opening
 from elastic_hieravg.membership.records import Kind
 from elastic_hieravg.plan import GroupKey, PlannedLevel
-from elastic_hieravg.worker.generations import Generations
+from elastic_hieravg.worker.generations import OPENING_TIMEOUT_S, Entering, Generations
 from elastic_hieravg.worker.optimizer_state import copy_state, parameters_of, take_state
 from elastic_hieravg.worker.roles import Role
 
 # How long a rank whose round failed waits for the next generation before it goes on without the round.
 RETRY_WAIT_S = 5.0
-# How long a rank waits for the others' openings at the step it named; they may be in a long step.
-FENCE_WAIT_S = 120.0
+# How long a rank waits for the others' openings at the step it named: until the way there has failed.
+FENCE_WAIT_S = 1.1 * OPENING_TIMEOUT_S
 # How long the last round may take to come, from the end of a training loop on.
 END_WAIT_S = 600.0
+# How long a rank that is in doubt about the last round of all waits for the end of the job.
+END_DOUBT_S = 60.0
 # A round that fails in every generation is given up after so many.
 TRIES_MAX = 10
 POLL_S = 0.5
@@ -60,6 +66,9 @@ class ElasticAverager:
         self._is_draining = False
         self._is_busy = False
         self._running: PlannedLevel | None = None
+        self._is_waiting = False
+        # Steps are counted under it: nobody names a step as the next one while it is being made.
+        self._counting = threading.Lock()
         self._stopped: Stop | None = None
         self._current: Adopted | None = None
         self._dead_since: int | None = None
@@ -68,6 +77,7 @@ class ElasticAverager:
             engine,
             local_rank=local_rank,
             role=self._role,
+            open_way=self._opening,
             parameters=parameters_of(optimizer) if optimizer is not None else [],
             on_news=self.wake,
             on_broken=lambda key: tell(Broken(key.name)),
@@ -81,20 +91,19 @@ class ElasticAverager:
             raise ParametersError(
                 Problem(f"a step was made over {num_samples} samples", "give a number of samples, 0 or more")
             )
-        self._engine.count(num_samples)
+        with self._counting:
+            self._engine.count(num_samples)
         if self._has_news or self._engine.is_due:
-            self._is_busy = True
-            self._at_boundary()
-            self._is_busy = False
+            with self._busy():
+                self._at_boundary()
 
     def register_hook(self, ddp_model: nn.parallel.DistributedDataParallel) -> None:
         """Average the gradients of a DDP model too: over the world during warm-up, then over the innermost
         group. On every rank, before its first step. A backward pass never raises for a lost peer.
         """
-        self._is_busy = True
-        self._engine.hook(ddp_model, on_lost=self._lose_gradients)
-        self._engine.use_gradients(self.generations.build_gradients())
-        self._is_busy = False
+        with self._busy():
+            self._engine.hook(ddp_model, on_lost=self._lose_gradients)
+            self._engine.use_gradients(self.generations.build_gradients())
 
     @property
     def num_local_gradients(self) -> int:
@@ -124,16 +133,17 @@ class ElasticAverager:
         self._holds_model = True
 
     def join(self) -> None:
-        """Wait until this rank is in the job and has the model."""
-        self._is_busy = True
-        self._await_model()
-        self._is_busy = False
+        """Wait until this rank is in the job and has the model. `SystemExit` if the job is over before."""
+        with self._busy():
+            self._await_model()
 
     def finish(self) -> None:
         """The training loop has ended: have the last global round with everybody."""
         self._is_ending = True
-        deadline_s = time.monotonic() + END_WAIT_S
+        deadline_s, num_committed = time.monotonic() + END_WAIT_S, self.num_committed
         while not self._is_ended and self._stopped is None:
+            if num_committed != self.num_committed:
+                deadline_s, num_committed = time.monotonic() + END_WAIT_S, self.num_committed
             if time.monotonic() > deadline_s:
                 raise MembershipError(
                     Problem(f"the last round did not come within {END_WAIT_S:.0f} s", "look at the other nodes")
@@ -142,8 +152,13 @@ class ElasticAverager:
                 # Alone: nobody else has to agree.
                 self._is_ended = True
                 return
-            # An empty step: those who still train are on their way to the same round.
-            self.step(num_samples=0)
+            if self._must_wait():
+                # Not by empty steps: whoever still trains would have to make them all.
+                with self._busy():
+                    self._wait(lambda: not self._must_wait(), timeout_s=RETRY_WAIT_S, can_enter=True)
+            else:
+                # An empty step: those who still train are on their way to the same round.
+                self.step(num_samples=0)
 
     def close(self) -> None:
         self.generations.close()
@@ -155,8 +170,25 @@ class ElasticAverager:
         """Have the training thread look at the next boundary, or now if it waits at one."""
         self._has_news = True
         with self.generations.changed:
-            self._speak_up()
             self.generations.changed.notify_all()
+
+    def _opening(self, kind: Kind) -> Opening | None:
+        """Where this rank stands, said by the thread that makes the way; None if that is not known now.
+
+        A rank that waits at a boundary can enter there; one that goes on, after its next step. In a round that
+        is about to fail, whether its result was taken is known in a moment.
+        """
+        level = self._running
+        if level is not None and self._engine.is_over(level):
+            return None
+        with self._counting:
+            self._has_news = True
+            return Opening(
+                self._engine.step_count + (0 if self._is_waiting else 1),
+                holds_model=self._holds_model and not self._is_fenced,
+                wants_round=self._lost_round or kind is Kind.ROUND,
+                committed=self._engine.rounds_committed(),
+            )
 
     def fence(self) -> None:
         self._is_fenced = True
@@ -200,48 +232,29 @@ class ElasticAverager:
         self._has_news |= self.generations.newest_number > self._number
 
     def _enter_if_time(self, *, can_wait: bool) -> bool:
-        """Post an opening if one is wanted, and enter a generation whose step has come."""
+        """Hand optimizer state over if it is wanted, and enter a generation whose step has come."""
         generations, step = self.generations, self._engine.step_count
         if generations.is_state_wanted:
             generations.post_state(copy_state(self._optimizer, step=step))
-        if generations.is_opening_wanted:
-            # A rank that waits can enter where it stands; one that goes on, after its next step.
-            self._post(step if can_wait else step + 1)
         posted = generations.posted_step
         if posted is not None and posted <= step and not can_wait:
             self._wait(lambda: generations.posted_step is None, timeout_s=FENCE_WAIT_S)
         entering = generations.entering
         if entering is None or (self._holds_model and step < entering.entry.step):
             return False
-        self._enter()
+        taken = generations.take(entering)
+        if taken is None:
+            # A newer generation came in between.
+            return False
+        self._enter(entering, taken)
         return True
-
-    def _post(self, step: int) -> None:
-        self.generations.post(
-            Opening(
-                step,
-                holds_model=self._holds_model,
-                wants_round=self._lost_round or self.generations.newest_kind is Kind.ROUND,
-                committed=self._engine.rounds_committed(),
-            )
-        )
 
     def _set_running(self, level: PlannedLevel | None) -> None:
         with self.generations.changed:
             self._running = level
-            self._speak_up()
+            self.generations.changed.notify_all()
 
-    def _speak_up(self) -> None:
-        """Post an opening from within a round: who is awaited in it may itself wait for this rank's opening.
-
-        Not if the round is about to fail: then this rank can say more, and enter where it stands.
-        """
-        level = self._running
-        if level is not None and self.generations.is_opening_wanted and not self._engine.is_over(level):
-            self._post(self._engine.step_count + 1)
-
-    def _enter(self) -> None:
-        entering, built = self.generations.take()
+    def _enter(self, entering: Entering, built: Mapping[GroupKey, AveragingGroup]) -> None:
         engine, entry = self._engine, entering.entry
         if engine.in_doubt is not None:
             is_committed = entry.was_committed(*engine.in_doubt)
@@ -293,7 +306,7 @@ class ElasticAverager:
         try:
             self._set_running(level)
             try:
-                engine.run(level, holds_model=self._holds_model, is_ending=self._is_ending)
+                done = engine.run(level, holds_model=self._holds_model, is_ending=self._is_ending)
             finally:
                 self._set_running(None)
         except PeerLostError as exc:
@@ -304,13 +317,17 @@ class ElasticAverager:
                 exc.problems[0].message,
             )
             return self._failed(level, in_doubt=isinstance(exc, InDoubtError))
+        if done is not None and done.outcome is Outcome.SKIPPED:
+            # Nobody had anything to give; who has no model yet cannot go on without.
+            self.num_skipped += 1
+            return self._holds_model or self._failed(level)
         self._lost_round = False
+        self.num_committed += 1
         if level is engine.plan.levels[-1]:
             self._holds_model = True
             assert engine.agreed is not None
             self._is_ended |= engine.agreed.is_ending
-        self.num_committed += 1
-        self._leave_if_drained()
+            self._leave_if_drained()
         return True
 
     def _failed(self, level: PlannedLevel, *, in_doubt: bool = False) -> bool:
@@ -321,18 +338,14 @@ class ElasticAverager:
             self._tell(Broken(key.name))
         self._lost_round = True
         number = self._number
-        if self._holds_model and self._dead_since == number:
-            # Waited for a new generation in vain already: the store may be away for long.
-            timeout_s = 0.0
-        else:
-            timeout_s = RETRY_WAIT_S if self._holds_model else math.inf
-
-        def is_decided() -> bool:
-            return self._enter_if_time(can_wait=True) or self._number != number or self._has_passed()
-
-        if not self._wait(is_decided, timeout_s=timeout_s) and self.generations.posted_step is not None:
-            # It has said that it can enter here, and somebody who is late may come to do so.
-            self._wait(lambda: is_decided() or self.generations.posted_step is None, timeout_s=FENCE_WAIT_S)
+        if in_doubt:
+            # What was said before the doubt does not tell what became of this round.
+            self.generations.withdraw()
+        self._wait(
+            lambda: self._enter_if_time(can_wait=True) or self._number != number or self._has_passed(),
+            timeout_s=self._retry_s(in_doubt=in_doubt),
+            can_enter=True,
+        )
         if self._number != number:
             self.num_retried += 1
             return True
@@ -343,6 +356,24 @@ class ElasticAverager:
         if level in engine.plan.levels:
             engine.skip(level, after_step=engine.step_count)
         return False
+
+    def _retry_s(self, *, in_doubt: bool) -> float:
+        """How long to wait for the next generation."""
+        if not self._holds_model:
+            return math.inf
+        if in_doubt:
+            # The others may have had the last round, and be gone: then only the end of the job tells.
+            return END_DOUBT_S if self._is_ending else RETRY_WAIT_S
+        # Waited for in vain already: the store may be away for long.
+        return 0.0 if self._dead_since == self._number else RETRY_WAIT_S
+
+    def _must_wait(self) -> bool:
+        """Whether a rank whose loop has ended waits where it stands, for the next generation."""
+        if self._enter_if_time(can_wait=True) or self._stopped is not None or self._is_fenced:
+            return False
+        levels = self._engine.plan.levels
+        is_dead = bool(levels) and self._engine.is_over(levels[-1])
+        return (is_dead or self.generations.newest_number > self._number) and not self._has_passed()
 
     def _has_passed(self) -> bool:
         """Whether the others are at a later step already: then this rank goes on to meet them there."""
@@ -369,7 +400,11 @@ class ElasticAverager:
     def _hold(self) -> None:
         """Wait while the job has too few nodes, or does not fit its hierarchy."""
         while self._stopped is None and self._current is not None and self._current.generation.hold:
-            self._wait(lambda: self._enter_if_time(can_wait=True) or self._has_passed(), timeout_s=math.inf)
+            self._wait(
+                lambda: self._enter_if_time(can_wait=True) or self._has_passed(),
+                timeout_s=math.inf,
+                can_enter=True,
+            )
             if self._has_passed() or self._is_fenced:
                 # The others went on in a generation that this rank has missed.
                 return
@@ -386,19 +421,45 @@ class ElasticAverager:
         while not self._holds_model and self._stopped is None:
             # Out once more while it waits: then it waits for a generation with its next incarnation.
             self._is_fenced = False
-            self._wait(lambda: self._enter_if_time(can_wait=True) and self._holds_model, timeout_s=math.inf)
+            self._wait(
+                lambda: self._enter_if_time(can_wait=True) and self._holds_model,
+                timeout_s=math.inf,
+                can_enter=True,
+            )
+        if not self._holds_model:
+            # The job is over, and this rank has no model: nothing it would do with it is right.
+            raise SystemExit(int(not (self._stopped and self._stopped.is_success)))
         self._hold()
 
-    def _wait(self, until: Callable[[], bool], *, timeout_s: float) -> bool:
-        """At a boundary, until something is as wanted, the job is over, this node is out, or time is up."""
+    def _wait(self, until: Callable[[], bool], *, timeout_s: float, can_enter: bool = False) -> bool:
+        """At a boundary, until something is as wanted, the job is over, this node is out, or time is up.
+
+        `can_enter`: a generation may be entered here. If that was said, everybody's word is waited for.
+        """
         deadline_s = time.monotonic() + timeout_s
         generations = self.generations
-        while not until():
-            with generations.changed:
-                left_s = deadline_s - time.monotonic()
-                if self._stopped is not None or self._is_fenced or left_s <= 0:
-                    return False
-                if not self._has_news:
-                    generations.changed.wait(min(left_s, POLL_S))
-                self._has_news = False
-        return True
+        was_waiting, self._is_waiting = self._is_waiting, can_enter
+        try:
+            while not until():
+                with generations.changed:
+                    left_s = deadline_s - time.monotonic()
+                    if left_s <= 0 and can_enter and generations.posted_step is not None:
+                        left_s = deadline_s + FENCE_WAIT_S - time.monotonic()
+                    if self._stopped is not None or self._is_fenced or left_s <= 0:
+                        self._is_waiting = was_waiting
+                        return False
+                    if not self._has_news:
+                        generations.changed.wait(min(left_s, POLL_S))
+                    self._has_news = False
+            return True
+        finally:
+            self._is_waiting = was_waiting
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """What is done here is no hang, however long it takes."""
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False

@@ -51,16 +51,16 @@ class Entering:
 
 @dataclass(eq=False, slots=True)
 class _Way:
-    """The way to one generation. `is_asked`: the training thread's opening is wanted, and then there.
+    """The way to one generation. `opening`: what this rank has said, until it has entered.
 
-    `is_state_asked` and `state` likewise. `passing` is the group in which optimizer state is averaged.
+    `is_state_asked`: the training thread's optimizer state is wanted, and then there. `passing` is the group in
+    which it is averaged.
     """
 
     adopted: Adopted
     follow: Follow
     rank: int
     is_over: bool = False
-    is_asked: bool = False
     opening: Opening | None = None
     is_state_asked: bool = False
     state: StateCopy | None = None
@@ -81,15 +81,19 @@ class Generations:
         *,
         local_rank: int,
         role: Callable[[], Role],
+        open_way: Callable[[Kind], Opening | None],
         parameters: Sequence[Tensor],
         on_news: Callable[[], None],
         on_broken: Callable[[GroupKey], None],
     ) -> None:
-        """`role` says what this rank is at the moment; `parameters` are its optimizer's."""
+        """`role` says what this rank is at the moment, `open_way` where it stands or None if it cannot say;
+        `parameters` are its optimizer's.
+        """
         self.changed = threading.Condition()
         self._engine = engine
         self._local_rank = local_rank
         self._role = role
+        self._open_way = open_way
         self._parameters = parameters
         self._on_news = on_news
         self._on_broken = on_broken
@@ -151,16 +155,6 @@ class Generations:
         return way.adopted.generation.number if way else 0
 
     @property
-    def newest_kind(self) -> Kind | None:
-        way = self._way
-        return way.adopted.generation.kind if way else None
-
-    @property
-    def is_opening_wanted(self) -> bool:
-        way = self._way
-        return way is not None and way.is_asked and way.opening is None
-
-    @property
     def posted_step(self) -> int | None:
         """The boundary that must not be passed before everybody's opening is known."""
         way = self._way
@@ -211,24 +205,30 @@ class Generations:
             built, way.gradients = way.gradients, {}
         return built
 
-    def post(self, opening: Opening) -> None:
+    def withdraw(self) -> None:
+        """What this rank has said on its way is not true any more: have another generation made."""
         with self.changed:
-            assert self._way is not None
-            self._way.opening = opening
+            way = self._way
+            if way is None or way.opening is None:
+                return
+            way.is_over, way.opening, self._entering = True, None, None
+            self._drop_gradients(way)
             self.changed.notify_all()
+        keys = self._engine.own_keys(way.adopted.plan, rank=way.rank, keys=way.adopted.keys)
+        for key in [*keys.values()][-1:]:
+            self._on_broken(key)
 
-    def take(self) -> tuple[Entering, dict[GroupKey, AveragingGroup]]:
-        """The generation to enter now, and the groups that were built for it."""
+    def take(self, entering: Entering) -> dict[GroupKey, AveragingGroup] | None:
+        """The groups that were built for a generation, to be entered now; None if it is not the newest."""
         with self.changed:
-            entering, self._entering = self._entering, None
-            assert entering is not None
-            assert self._way is not None
+            if self._entering is not entering or self._way is None:
+                return None
             # The opening has done its work.
-            self._way.opening, self._way.is_asked = None, False
+            self._entering, self._way.opening = None, None
             self._way.gradients = {}
             mine = {key: group for key, group in self._built.items() if key in entering.wanted.values()}
             self._built = {key: group for key, group in self._built.items() if key not in mine}
-            return entering, mine
+            return mine
 
     # --- the way ----------------------------------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class Generations:
         with self.changed:
             is_over = way.is_over
             # The opening that was posted binds nobody any more.
-            way.opening, way.is_asked = None, False
+            way.opening = None
             way.state, way.is_state_asked = None, False
             self._drop_gradients(way)
             self.changed.notify_all()
@@ -282,7 +282,11 @@ class Generations:
                     addresses=way.adopted.generation.addresses,
                 )
                 with self.changed:
-                    self._built[key] = group
+                    if not way.is_over:
+                        self._built[key] = group
+                        continue
+                group.close()
+                return
         store.set(f"built/{way.rank}", self._role().to_json())
         names = [f"built/{rank}" for rank in range(plan.world_size)]
         texts = store.await_all(names, timeout_s=OPENING_TIMEOUT_S)
@@ -381,16 +385,17 @@ class Generations:
             way.gradients.popitem()[1].close()
 
     def _ask(self, way: _Way) -> Opening | None:
-        """Have the training thread say where it stands; None if the way is over before."""
+        """Say where this rank stands; None if the way is over before that is known."""
         deadline_s = time.monotonic() + OPENING_TIMEOUT_S
         with self.changed:
-            way.is_asked = True
-            self.changed.notify_all()
-            self._on_news()
-            while way.opening is None and not way.is_over:
+            while not way.is_over:
+                way.opening = self._open_way(way.adopted.generation.kind)
+                if way.opening is not None:
+                    self.changed.notify_all()
+                    return way.opening
                 if not self.changed.wait(max(0.0, deadline_s - time.monotonic())):
-                    raise RuntimeError("the training loop made no step in time")
-            return None if way.is_over else way.opening
+                    raise RuntimeError("a round that was cut did not end in time")
+            return None
 
     def _reach(self, follow: Follow) -> EmbeddedKeyValue:
         """The generation's group store; the connection is kept while it is the same."""
