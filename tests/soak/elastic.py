@@ -127,8 +127,9 @@ class Nemesis:
                 self.job.kill_worker(names[0], self.random.randrange(SLOTS))
             case "worker frozen":
                 # Its agent takes it for hung.
+                worker = self.random.choice(self.watch.current(names[0]))
                 self.watch.expect_start(names[0])
-                send(self.random.choice(self.watch.current(names[0])).pid, signal.SIGSTOP)
+                send(worker.pid, signal.SIGSTOP)
             case "worker hung" | "NaN in one replica":
                 self._order(names[0], "hang" if kind == HUNG else "nan")
             case "SIGTERM and replaced":
