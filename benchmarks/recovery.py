@@ -93,8 +93,8 @@ def print_events(outcomes: Sequence[Outcome], *, systems: Sequence[System], even
         "next global average in the membership that follows. Lost: steps that a survivor had made and has to "
         f"make again. Restarted: survivors with another process, of all. Ours with --hang-timeout-s "
         f"{HANG_TIMEOUT_S:.0f} and defaults otherwise. torchrun saves a checkpoint with every global average; "
-        f"tuned: {TUNED}3; tuned, fresh stores and torchft: {FRESH}. torchft: a replica group and a torchrun for each "
-        "node, LocalSGD; tuned: heartbeat and join timeouts of 1 s, others of 5 s, quorum 20 s. The "
+        f"tuned: {TUNED}3; tuned, fresh stores, torchft: {FRESH}. torchft: a replica group and a torchrun for "
+        "each node, LocalSGD; tuned: heartbeat and join timeouts of 1 s, others of 5 s, quorum 20 s. The "
         "coordinator is the agent that hosts the store, all of etcd, or the lighthouse. A node that joins "
         "starts Python and torch on the same machine. Medians.\n"
     )
