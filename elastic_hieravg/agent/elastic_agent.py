@@ -190,12 +190,20 @@ class InPlaceAgent(LocalElasticAgent):
             return True
         if ended is None:
             return False
-        if ended.is_success and self._node.is_done and time.monotonic() < self._node.done_s + END_WAIT_S:
+        is_running = result.state is WorkerState.HEALTHY
+        if (
+            is_running
+            and ended.is_success
+            and self._node.is_done
+            and time.monotonic() < self._node.done_s + END_WAIT_S
+        ):
             # The loops are over here too; what the script does after them is its own affair.
             return False
         _log.warning("the job is over: %s", ended.reason)
-        if ended.is_success:
+        if ended.is_success and (is_running or not self._node.is_done):
             self.exit_code = EXIT_DONE
+        elif ended.is_success:
+            _log.error("the script failed after its training loop")
         else:
             self.exit_code = EXIT_DO_NOT_RETRY if ended.is_hopeless else EXIT_FAILED
         return True
@@ -203,7 +211,7 @@ class InPlaceAgent(LocalElasticAgent):
     def _leave(self) -> bool:
         """Go on purpose. What the node did since the last global round goes along if there is time for it."""
         self.exit_code = EXIT_LEFT
-        deadline_s = time.monotonic() + self._grace_s - LEAVE_S
+        deadline_s = time.monotonic() + self._grace_s - LEAVE_S - STOP_TIMEOUT_S
         _log.warning("leaving on %s", signal.Signals(self._signals[0]).name)
         self._node.drain()
         while not self._node.is_drained and time.monotonic() < deadline_s and len(self._signals) < 2:
@@ -216,6 +224,9 @@ class InPlaceAgent(LocalElasticAgent):
     def _may_restart(self, result: RunResult) -> bool:
         """Whether the workers start anew. Progress gives back what failures took, unless they are all alike."""
         codes = [failure.exitcode for failure in result.failures.values()]
+        if self._node.is_done:
+            # Its training is done and in everybody's model: starting anew would train once more.
+            return self._give_up(f"the script failed after its training loop: {codes}", is_hopeless=False)
         raised, spec = self._node.raised, self._worker_group.spec
         is_same = bool(raised) and raised == self._last_raised
         if self._node.has_stepped and not is_same:
@@ -224,8 +235,10 @@ class InPlaceAgent(LocalElasticAgent):
         if EXIT_DO_NOT_RETRY in codes:
             return self._give_up(f"a worker exited with {EXIT_DO_NOT_RETRY}: do not retry", is_hopeless=True)
         if self._remaining_restarts <= 0:
-            what = raised or f"the workers exited with {codes}"
-            return self._give_up(what, is_hopeless=is_same or not (raised or self._node.has_stepped))
+            # A script that never got as far as to join fails by itself; a node may have its own reasons.
+            is_early = not raised and all(code > 0 for code in codes) and self._node.status.newest_number == 0
+            what = raised or f"the workers exited with {codes}; see what they printed"
+            return self._give_up(what, is_hopeless=is_same or is_early)
         self._remaining_restarts -= 1
         _log.warning(
             "the workers start anew (%s); %s more times without progress", codes, self._remaining_restarts

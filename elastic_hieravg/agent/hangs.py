@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 # However fast its steps are, a worker may stand still for so long.
 FLOOR_S = 30.0
+FIRST_STEP_S = 1800.0
 # So many times its slowest step of late.
 STEPS = 10.0
 REMEMBERED = 64
@@ -59,7 +60,8 @@ class Pulse:
     def limit_s(self) -> float:
         if self.timeout_s is not None:
             return self.timeout_s
-        return max(FLOOR_S, STEPS * max(self._seconds, default=0.0))
+        # How long its steps take is not known before the first: it may compile, or load its data.
+        return max(FLOOR_S, STEPS * max(self._seconds)) if self._seconds else FIRST_STEP_S
 
     def stands_still_s(self, now_s: float) -> float:
         """For how long it has stood still without excuse, or said nothing at all: it may be frozen."""

@@ -30,7 +30,7 @@ from elastic_hieravg.membership.local import (
     Stop,
 )
 from elastic_hieravg.membership.messages import Adopted, Candidate, Ended, Failed, Fenced, Notice, Warned
-from elastic_hieravg.membership.records import Closing, StoreOffer
+from elastic_hieravg.membership.records import Closing, Kind, StoreOffer
 from elastic_hieravg.membership.service import Membership, Status, StoreAway, StoreBack
 from elastic_hieravg.plan import change_text, difference
 
@@ -65,6 +65,7 @@ class InPlaceNode:
         self._pulses: dict[int, Pulse] = {}
         self._clock = AwakeClock()
         self._drained: set[int] = set()
+        self._is_draining = False
         self._raised = ""
         self._has_stepped = False
         self.done_s = 0.0
@@ -131,6 +132,7 @@ class InPlaceNode:
     def drain(self) -> None:
         """This node is about to leave: have everybody meet for one more round, with its work in it."""
         if self._membership.status.is_listed and self._entered:
+            self._is_draining = True
             self._channel.tell(Drain())
             self._membership.ask_round()
 
@@ -213,6 +215,9 @@ class InPlaceNode:
         match notice:
             case Adopted(generation):
                 self._log_change(notice)
+                if self._is_draining and generation.kind is not Kind.ROUND:
+                    # Somebody was lost before the round could be; it is asked for once more.
+                    self._membership.ask_round()
                 if generation.members[0].node_id == self._membership.status.node.node_id:
                     offer = StoreOffer(generation.number, self._address, self._groups.port)
                     self._membership.offer_store(offer)

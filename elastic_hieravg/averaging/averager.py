@@ -419,8 +419,8 @@ class HierarchicalAverager:
             self._next_due[level.name] = self.plan.next_due_step(level, after_step=after_step)
         first = min(self._next_due.values(), default=math.inf)
         # During warm-up every step ends with a global round, unless a gradient hook keeps ranks together.
-        is_synchronous = self.plan.is_warmup(self._step + 1) and self.plan.levels and self._hook is None
-        self._next_step = self._step + 1 if is_synchronous else first
+        is_synchronous = self.plan.is_warmup(after_step + 1) and self.plan.levels and self._hook is None
+        self._next_step = after_step + 1 if is_synchronous else first
 
     def _count_samples(self) -> None:
         if self._new_samples:

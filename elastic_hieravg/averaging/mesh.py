@@ -167,6 +167,9 @@ class Mesh:
             except ConnectionResetError:
                 # May be reported before data that is still queued: read once more.
                 continue
+            except OSError as exc:
+                # Its machine is gone without a word.
+                raise lost(self.peers[peer].name, str(exc)) from exc
             if not part:
                 who = self.peers[self.index if self._is_cut else peer].name
                 raise lost(who, "its connection ended")

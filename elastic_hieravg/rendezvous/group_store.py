@@ -6,17 +6,18 @@ Invariant: every call ends at its deadline, or as soon as `is_over` says that no
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from os.path import commonprefix
 
 from torch.distributed import Store
 
 from elastic_hieravg.errors import StoreError
-from elastic_hieravg.membership.kv import ABSENT, KeyValue, Put, Write
+from elastic_hieravg.membership.kv import ABSENT, Entry, KeyValue, Put, Write
 
 TIMEOUT_S = 30.0
-# Keys are needed while groups are built, and are gone some time after.
-KEYS_TTL_S = 120.0
+# Keys are needed while groups are built and everybody says where it stands, and are gone some time after.
+KEYS_TTL_S = 1800.0
 # How often a key is looked for that is not there yet: soon at first, then less often.
 POLL_S = 0.002
 POLL_MAX_S = 0.02
@@ -51,13 +52,13 @@ class GroupStore(Store):
         self.await_all(list(keys), timeout_s=TIMEOUT_S if timeout is None else timeout.total_seconds())
 
     def check(self, keys: Sequence[str]) -> bool:
-        return all(self._look(key) is not None for key in keys)
+        return len(self._look_for(list(keys))) == len(set(keys))
 
     def add(self, key: str, amount: int) -> int:
         deadline_s = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline_s:
             name = self._prefix + key
-            entry = self._kv.get(name).entries.get(name)
+            entry = self._entries(name).get(name)
             number = (int(entry.value[1:]) if entry else 0) + amount
             put = Put(name, f"t{number}", self._lease_id)
             if self._kv.write(Write({name: entry.revision if entry else ABSENT}, (put,))) is not None:
@@ -75,11 +76,7 @@ class GroupStore(Store):
         deadline_s, nap_s = time.monotonic() + timeout_s, POLL_S
         found: dict[str, bytes] = {}
         while True:
-            for key in [each for each in keys if each not in found]:
-                value = self._look(key)
-                if value is None:
-                    break
-                found[key] = value
+            found |= self._look_for([each for each in keys if each not in found])
             if len(found) == len(set(keys)):
                 return [found[key] for key in keys]
             if self._is_over():
@@ -89,12 +86,19 @@ class GroupStore(Store):
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, POLL_MAX_S)
 
-    def _look(self, key: str) -> bytes | None:
-        name = self._prefix + key
+    def _look_for(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """What is there of these keys, read at once."""
+        names = {key: self._prefix + key for key in keys}
+        # Letter by letter: a prefix of keys is no path.
+        entries = self._entries(commonprefix(list(names.values())))  # noqa: RUF071
+        return {key: _value(entries[name].value) for key, name in names.items() if name in entries}
+
+    def _entries(self, prefix: str) -> Mapping[str, Entry]:
         try:
-            entry = self._kv.get(name).entries.get(name)
+            return self._kv.get(prefix).entries
         except StoreError as exc:
             raise RuntimeError(str(exc)) from exc
-        if entry is None:
-            return None
-        return entry.value[1:].encode() if entry.value[0] == "t" else bytes.fromhex(entry.value[1:])
+
+
+def _value(text: str) -> bytes:
+    return text[1:].encode() if text[0] == "t" else bytes.fromhex(text[1:])

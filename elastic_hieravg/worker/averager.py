@@ -184,7 +184,7 @@ class ElasticAverager:
         with self._counting:
             self._has_news = True
             return Opening(
-                self._engine.step_count + (0 if self._is_waiting else 1),
+                self._engine.step_count + (0 if self._is_waiting and level is None else 1),
                 holds_model=self._holds_model and not self._is_fenced,
                 wants_round=self._lost_round or kind is Kind.ROUND,
                 committed=self._engine.rounds_committed(),

@@ -70,6 +70,7 @@ class AgentLink:
             self._lost(str(exc))
 
     def _receive(self) -> None:
+        why = "this worker could not follow it"
         try:
             while True:
                 try:
@@ -79,7 +80,10 @@ class AgentLink:
                     continue
                 self._on_message(from_message(message))  # type: ignore[arg-type] # it sends its own kinds only
         except (OSError, FrameError) as exc:
-            self._lost(str(exc))
+            why = str(exc)
+        finally:
+            # Whatever ended this: a worker that does not hear its agent must not go on.
+            self._lost(why)
 
     def _lost(self, why: str) -> None:
         if not self._is_closed:
