@@ -6,12 +6,16 @@ together: grown generations and shrunk ones by the same rule. Invariant: everybo
 generation comes to the same entry.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from elastic_hieravg.errors import DocumentError, Problem
 from elastic_hieravg.membership.messages import Adopted
 from elastic_hieravg.plan import GroupKey
 from elastic_hieravg.plan.document import Fields, canonical_json, parse_json
+
+_COMMITTED = re.compile(r"([0-9]{1,18}) (.+)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +40,23 @@ class Opening:
 def read_opening(text: str) -> Opening:
     """What `to_json` wrote; anything else is a `DocumentError`."""
     fields = Fields(parse_json(text, where="an opening"), where="an opening")
-    committed = [str(value).partition(" ") for _, value in fields.items("committed")]
+    committed = [_read_committed(value) for _, value in fields.items("committed")]
     opening = Opening(
         fields.number("step"),
         holds_model=bool(fields.number("holds_model")),
         wants_round=bool(fields.number("wants_round")),
-        committed={name: int(number) for number, _, name in committed},
+        committed=dict(committed),
     )
     fields.close()
     return opening
+
+
+def _read_committed(value: object) -> tuple[str, int]:
+    match = _COMMITTED.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        hint = "run the same version of elastic_hieravg on every node"
+        raise DocumentError(Problem(f"an opening has the round {value!r}", hint))
+    return match[2], int(match[1])
 
 
 @dataclass(frozen=True, slots=True)
