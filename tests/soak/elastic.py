@@ -48,8 +48,6 @@ SHORT, LONG = "node frozen, shorter than the lease", "node frozen, longer than t
 ETCD_KILLED, ETCD_FROZEN = "etcd killed and restarted", "etcd frozen"
 KINDS = (WORKER, HUNG, STOPPED, NAN, KILLED, AGENT, TWO, LEFT, SHORT, LONG)
 ETCD_KINDS = (ETCD_KILLED, ETCD_FROZEN)
-# These end or stop the agent, which may serve the store.
-AGENT_KINDS = (KILLED, AGENT, TWO, LEFT, LONG)
 
 
 class SoakError(Exception):
@@ -64,8 +62,6 @@ class Nemesis:
     watch: Watch
     random: random.Random
     kinds: tuple[str, ...]
-    # Nodes whose agents are left alone.
-    spared: frozenset[str] = frozenset()
     counts: Counter[str] = field(default_factory=Counter)
     told: list[tuple[float, str]] = field(default_factory=list)
     # For each node the time from which on it has to have a round to be in; infinite while it is hurt.
@@ -113,10 +109,9 @@ class Nemesis:
     def _targets(self, kind: str, healthy: list[str]) -> list[tuple[str, ...]]:
         if kind in ETCD_KINDS:
             return [()]
-        eligible = [name for name in healthy if kind not in AGENT_KINDS or name not in self.spared]
         if kind == TWO:
-            return list(itertools.combinations(eligible, 2)) if len(healthy) > 2 else []
-        return [(name,) for name in eligible] if len(healthy) > 1 else []
+            return list(itertools.combinations(healthy, 2)) if len(healthy) > 2 else []
+        return [(name,) for name in healthy] if len(healthy) > 1 else []
 
     def _do(self, kind: str, names: tuple[str, ...]) -> None:
         for name in names:
@@ -345,8 +340,7 @@ def main() -> int:
         )
         window_steps = max(1, int(seconds / (flags.step_s * 1.2) / NUM_WINDOWS))
         watch = Watch(job.folder, slots=SLOTS, window_steps=window_steps)
-        spared = frozenset(NAMES[:1]) if flags.store == "embedded" else frozenset()
-        nemesis = Nemesis(job, watch, random.Random(seed), kinds, spared=spared)
+        nemesis = Nemesis(job, watch, random.Random(seed), kinds)
         try:
             took_s, num_steps = soak(nemesis, seconds=seconds, interval_s=flags.interval_s)
         except SoakError as exc:
