@@ -92,6 +92,7 @@ class RunningJob:
         self.faults: Counter[str] = Counter()
         self.nodes: dict[str, NodeProcess] = {}
         self.fenced: set[int] = set()
+        self.is_spoilt = False
         self._flags = [f"--nnodes={nnodes}", "--hierarchy", hierarchy, "--max-restarts=20", SETTLE, *flags]
         self._script = script
         self._slots = slots
@@ -214,6 +215,7 @@ class RunningJob:
         while not condition():
             is_hopeless = not any(node.is_alive for node in self.nodes.values()) and not condition()
             if time.monotonic() > deadline_s or is_hopeless:
+                self.is_spoilt = True
                 raise AssertionError(f"not within {within_s:.0f} s: {what}\n{self._describe()}")
             time.sleep(POLL_S)
 
@@ -358,7 +360,10 @@ class RunningJob:
         assert not [name for name in names if "/nodes/" in name], f"keys are left: {names}"
 
     def _describe(self) -> str:
-        """What the job looks like, for a test that failed: the newest lines, and the logs with stacks."""
+        """What the job looks like, for a test that failed: the newest lines, and the logs with stacks.
+
+        It is of no use after that: telling its stacks ends a worker.
+        """
         for node in self.nodes.values():
             for pid in node.workers():
                 send(pid, signal.SIGUSR2)

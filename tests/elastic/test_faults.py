@@ -44,7 +44,8 @@ def _share(job: RunningJob) -> Iterator[RunningJob]:
         job.start("b")
         _start_c(job)
         yield job
-        job.finish()
+        if not job.is_spoilt:
+            job.finish()
     finally:
         job.close()
 
@@ -55,6 +56,7 @@ def _start_c(job: RunningJob) -> None:
 
 @pytest.fixture
 def job(shared: RunningJob) -> RunningJob:
+    assert not shared.is_spoilt, "a test before this one has lost the job"
     shared.await_together("a", "b", "c")
     return shared
 

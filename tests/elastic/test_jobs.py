@@ -14,7 +14,7 @@ LEFT = 143
 # Time enough for steps, if any were made.
 SOME_STEPS_S = 0.5
 # Kills at so many different times of a step hit its payload now and then.
-NUM_KILLS = 4
+NUM_KILLS = 3
 TINY = "size=64k"
 
 
@@ -33,7 +33,7 @@ def test_node_lost_during_warmup_in_the_middle_of_a_payload(tmp_path: Path) -> N
         job.await_together("a", "b", "c")
         with job.surviving("a", "b"):
             for count in range(NUM_KILLS):
-                time.sleep(0.07 * count)
+                time.sleep(0.09 * count)
                 job.kill_worker("c")
                 job.await_together("a", "b")
                 job.await_together("a", "b", "c")
