@@ -7,6 +7,7 @@ by the newest is used, the rest is closed.
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,8 @@ from elastic_hieravg.worker.roles import Role, missing_gradients, read_role, sou
 
 # How long everybody's groups and openings may take; a rank may be in the middle of a long step.
 OPENING_TIMEOUT_S = 600.0
+# A worker that cannot follow its generations any more.
+EXIT_CRASHED = 1
 RETRY_S = 0.5
 
 _log = logging.getLogger(__name__)
@@ -242,6 +245,10 @@ class Generations:
                     return
                 # Alone, there is nobody to make another generation for: it tries again.
                 time.sleep(RETRY_S)
+            except Exception:
+                # An error of ours. The others would wait for this rank, which waits too; started anew it joins.
+                _log.exception("the way to generation %s cannot be gone", way.adopted.generation.number)
+                os._exit(EXIT_CRASHED)
             else:
                 return
 
