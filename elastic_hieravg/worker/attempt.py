@@ -7,6 +7,7 @@ that every rank had after the same global round.
 
 import json
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,9 @@ AGENT_WAIT_S = 10.0
 # How long the last round may take to come, from the end of a training loop on.
 END_WAIT_S = 600.0
 # A peer that is lost is noticed by its connection; this is for one that is busy.
-ROUND_TIMEOUT_S = 600.0
+ROUND_TIMEOUT_S = 3600.0
+# All ranks of an attempt have met before they connect to each other.
+BUILD_TIMEOUT_S = 120.0
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +90,7 @@ class RestartedAverager:
         self._is_ending = False
         self._is_ended = False
         self._is_busy = False
+        self._is_alone = not engine.plan.levels
         self.num_committed = self.num_retried = self.num_skipped = 0
 
     # --- for the training loop --------------------------------------------------------------------------------
@@ -97,22 +101,24 @@ class RestartedAverager:
         `PeerLostError` if a rank is lost: let it end this process.
         """
         engine = self._engine
-        if not engine.plan.levels:
-            engine.step(num_samples)
-            if engine.step_count % self._period_steps == 0:
-                self._keep()
-            return
-        if not num_samples >= 0:
+        if not 0 <= num_samples < math.inf:
             raise MembershipError(
                 Problem(f"a step was made over {num_samples} samples", "give a number of samples, 0 or more")
             )
         engine.count(num_samples)
         if engine.is_due:
             self._run(engine.due_level())
+        elif self._is_alone and engine.step_count % self._period_steps == 0:
+            self._keep()
 
     def register_hook(self, ddp_model: nn.parallel.DistributedDataParallel) -> None:
         """Average the gradients of a DDP model too. Collective over all ranks."""
         self._engine.register_hook(ddp_model)
+
+    @property
+    def num_local_gradients(self) -> int:
+        """Backward passes that used this rank's own gradients because a peer was lost."""
+        return self._engine.num_local_gradients
 
     @property
     def step_count(self) -> int:
@@ -140,7 +146,7 @@ class RestartedAverager:
                 raise MembershipError(
                     Problem(f"the last round did not come within {END_WAIT_S:.0f} s", "look at the other nodes")
                 )
-            if not self._engine.plan.levels:
+            if self._is_alone:
                 self._is_ended = True
                 self._keep()
                 return
@@ -201,6 +207,7 @@ class RestartedAverager:
                 addresses=self._addresses,
                 equalize=False,
                 timeout_s=ROUND_TIMEOUT_S,
+                build_timeout_s=BUILD_TIMEOUT_S,
             ) as averager:
                 averager.run(plan.levels[-1], holds_model=source is not None)
         if not is_holder:

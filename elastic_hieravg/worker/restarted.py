@@ -4,6 +4,7 @@ Each attempt is a generation of its own. What outlives it are the snapshots in s
 worker ends when its agent does, and the files go with the job.
 """
 
+import atexit
 import contextlib
 import ipaddress
 import logging
@@ -32,6 +33,7 @@ from elastic_hieravg.plan import Hierarchy
 from elastic_hieravg.rendezvous.settings import address_towards
 from elastic_hieravg.worker.attempt import (
     AGENT_WAIT_S,
+    BUILD_TIMEOUT_S,
     ROUND_TIMEOUT_S,
     Holding,
     RestartedAverager,
@@ -177,6 +179,7 @@ class RestartedJob(Job):
                 equalize=False,
                 observe=observe,
                 timeout_s=ROUND_TIMEOUT_S,
+                build_timeout_s=BUILD_TIMEOUT_S,
             )
         except PeerLostError as exc:
             raise did_not_meet(exc.problems[0].message) from exc
@@ -208,19 +211,21 @@ class RestartedJob(Job):
             _log.warning("the snapshots of this node are of another model or optimizer; none of them is taken")
         return next((each for each in fitting if each.is_whole()), None)
 
-    def _node_world(self) -> NodeWorld:
+    def _node_world(self) -> NodeWorld | None:
+        if self._store is None or self._meeting is None:
+            return super()._node_world()
         place = self._attempt
-        assert self._store is not None
-        assert self._meeting is not None
         store = PrefixStore(f"node/{place.group_rank}", attempt_store(self._store, self._meeting))
-        first_rank = place.rank - place.local_rank
-        return NodeWorld(store, place.local_rank, place.local_world_size, first_rank)
+        # A default group that the script makes by itself goes by torchrun's ranks.
+        first_rank = place.rank - self._slot
+        return NodeWorld(store, self._slot, place.local_world_size, first_rank=first_rank)
 
     def _close(self) -> None:
         super()._close()
         self._store = None
         if self._watcher is not None:
-            self._watcher.close()
+            # What the script does after its loop ends with the agent too.
+            atexit.register(self._watcher.close)
 
     def _ended(self) -> None:
         """The job is done. What torchrun's own agent does not remove is removed here."""

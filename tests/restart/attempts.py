@@ -114,7 +114,7 @@ class RestartJob:
             wait_for(has_begun, what=f"{node_ids} have not begun")
         except AssertionError as exc:
             raise AssertionError(f"{exc}: {begun}\n{self.said()}") from None
-        assert all(line["world_size"] == size for line in begun)
+        assert all(line["world_size"] == size and line["neighbours"] == SLOTS for line in begun)
         return sorted(begun, key=lambda line: line["rank"])
 
     def kill_worker(self, pid: int) -> float:

@@ -73,7 +73,6 @@ def test_torchs_own_backend_goes_on_too(tmp_path: Path, is_shared: bool) -> None
         job.check_goes_on(second, lost_s=killed_s)
         again_s = job.kill_worker(second[1]["pid"])
         job.check_goes_on(job.await_attempt("a", after_s=again_s), lost_s=again_s)
-        assert "let this end the process: all workers are started anew" in job.said()
         job.finish()
         assert job.num_faults == 2
 

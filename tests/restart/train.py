@@ -51,7 +51,9 @@ def main() -> None:
             lines.write(json.dumps({**now, **where, **job_now, **further}) + "\n")
 
         averager = job.averager(model, optimizer)
-        say("begin", digest=digest_of(model, optimizer))
+        neighbours = torch.ones(1)
+        torch.distributed.all_reduce(neighbours, group=job.process_group("node"))
+        say("begin", digest=digest_of(model, optimizer), neighbours=int(neighbours))
         while not job.should_stop:
             inputs = torch.randn(BATCH, 32)
             (model(inputs) - inputs).square().mean().backward()
