@@ -140,6 +140,7 @@ class ElasticAverager:
     def finish(self) -> None:
         """The training loop has ended: have the last global round with everybody."""
         self._is_ending = True
+        self._end_gradients()
         deadline_s, num_committed = time.monotonic() + END_WAIT_S, self.num_committed
         while not self._is_ended and self._stopped is None:
             if num_committed != self.num_committed:
@@ -289,7 +290,19 @@ class ElasticAverager:
             holds_model=self._holds_model and not self._is_fenced,
             is_hooked=engine.is_hooked,
             gradients=tuple(key.name for key in engine.gradient_keys),
+            is_ending=self._is_ending,
         )
+
+    def _end_gradients(self) -> None:
+        """There are none of this rank any more: nobody is to wait for them."""
+        engine = self._engine
+        engine.cut_gradients()
+        if engine.is_hooked and engine.is_warmup and engine.plan.levels:
+            # No round is due for long, as gradients kept the ranks together: the next generation brings one.
+            self._lost_round = True
+            for key in self._own_key(engine.plan.levels[-1]):
+                engine.cut([key])
+                self._tell(Broken(key.name))
 
     def _lose_gradients(self, key: GroupKey, why: str) -> None:
         """A bucket of gradients failed. Replicas may differ where they should not: a round mends that."""

@@ -128,3 +128,20 @@ def test_attach_trains_a_loop_that_knows_nothing_of_it_to_the_same_end(start_job
     for joined in last_joined(job, "b"):
         assert joined["counters"] == [joined["step"]]
     job.finish()
+
+
+def test_a_loop_that_ends_first_leaves_nobody_waiting_for_its_gradients(start_job: StartJob) -> None:
+    job = start_job(hierarchy="node=4,global=16", script=["--mode", "hook"], flags=["--warmup-steps", "100000"])
+    job.start("a", "b")
+    job.wait_for("both train", lambda: is_stepping(job, world=4))
+    steps = max(line["step"] for line in job.lines() if line["event"] == "step")
+    # One worker of each node looks for the end later than the other.
+    for name in "ab":
+        (job.folder / f"stop-{job.nodes[name].workers()[0]}").touch()
+    job.wait_for("all have ended", lambda: sum(line["event"] == "end" for line in job.lines()) == 4)
+    # The end is the job's own: nobody has to be told to stop any more.
+    assert [job.await_exit(name) for name in "ab"] == [0, 0]
+    ends = [line for line in job.lines() if line["event"] == "end"]
+    assert min(line["step"] for line in ends) > steps
+    assert len({line["digest"] for line in ends}) == 1, f"replicas end differently: {ends}"
+    job.check()

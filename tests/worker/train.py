@@ -107,7 +107,7 @@ class Script:
                 model = nn.parallel.DistributedDataParallel(self.model, process_group=group, bucket_cap_mb=1e-3)
                 averager.register_hook(model)
             self.say("joined", digest=self.digest(), **self.moments(), **told)
-            while job.step < self.flags.steps and not job.should_stop and not self.stop.exists():
+            while job.step < self.flags.steps and not job.should_stop and not self.is_told_to_stop():
                 self.is_together = False
                 if self.orders.exists():
                     self.die_in_backward()
@@ -138,6 +138,11 @@ class Script:
             self.say("step", **together)
             if self.stop.exists():
                 break
+
+    def is_told_to_stop(self) -> bool:
+        """Everybody is, or this worker alone."""
+        stops: list[Path] = [self.stop, self.stop.with_name(f"stop-{os.getpid()}")]
+        return any(stop.exists() for stop in stops)
 
     def die_in_backward(self) -> None:
         """Behind the last layer's gradients, which are on their way then, and before the first layer's."""
