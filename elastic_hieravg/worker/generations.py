@@ -245,7 +245,7 @@ class Generations:
                     return
                 # Alone, there is nobody to make another generation for: it tries again.
                 time.sleep(RETRY_S)
-            except Exception:
+            except Exception:  # noqa: BLE001 - whatever it is, it must not end here unseen
                 # An error of ours. The others would wait for this rank, which waits too; started anew it joins.
                 _log.exception("the way to generation %s cannot be gone", way.adopted.generation.number)
                 os._exit(EXIT_CRASHED)
