@@ -109,9 +109,12 @@ class Nemesis:
     def _targets(self, kind: str, healthy: list[str]) -> list[tuple[str, ...]]:
         if kind in ETCD_KINDS:
             return [()]
-        if kind == TWO:
-            return list(itertools.combinations(healthy, 2)) if len(healthy) > 2 else []
-        return [(name,) for name in healthy] if len(healthy) > 1 else []
+        num_lost = 2 if kind == TWO else 1
+        # Among themselves they go on without the store's host if they are half, and more if they see no end.
+        num_left_min = 2 if self.job.cluster is None and kind in (TWO, LONG) else 1
+        if len(healthy) < num_lost + num_left_min:
+            return []
+        return list(itertools.combinations(healthy, num_lost))
 
     def _do(self, kind: str, names: tuple[str, ...]) -> None:
         for name in names:
