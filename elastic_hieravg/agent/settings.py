@@ -90,7 +90,8 @@ def read_run_settings(
     assert job is not None
     assert node is not None
     assert address is not None
-    run_id = flags.rdzv_id if _has_run_id(flags) else secrets.token_hex(4)
+    # As with torchrun, a job at an endpoint of its own needs no name; one without an endpoint gets one.
+    run_id = secrets.token_hex(4) if flags.standalone else flags.rdzv_id or "none"
     return RunSettings(
         run_id,
         store,
