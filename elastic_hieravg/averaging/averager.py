@@ -346,6 +346,7 @@ class HierarchicalAverager:
             index=ranks.index(rank),
             peers=_peers(plan, ranks, addresses),
             timeout_s=self._timeout_s,
+            build_timeout_s=self._build_timeout_s,
         )
 
     def _company(self, level: PlannedLevel) -> Company:

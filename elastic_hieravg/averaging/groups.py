@@ -45,8 +45,19 @@ _GROUPS: "weakref.WeakSet[Group]" = weakref.WeakSet()
 class Group:
     """One rank's end of a process group. `index` is its place among `peers`."""
 
-    def __init__(self, store: Store, *, index: int, peers: tuple[Peer, ...], timeout_s: float) -> None:
-        """Connect to the others under keys of `store` that nobody else uses."""
+    def __init__(
+        self,
+        store: Store,
+        *,
+        index: int,
+        peers: tuple[Peer, ...],
+        timeout_s: float,
+        build_timeout_s: float | None = None,
+    ) -> None:
+        """Connect to the others under keys of `store` that nobody else uses.
+
+        `timeout_s`: how long an operation may take; `build_timeout_s`: connecting, as long if not given.
+        """
         self.index = index
         self.peers = peers
         self.is_over = False
@@ -58,10 +69,10 @@ class Group:
         with _BUILDING:
             options = _gloo_options(peers[index].address, timeout_s=timeout_s)
             before = _socket_inodes()
-            try:
-                self._backend: Any = ProcessGroupGloo(store, index, len(peers), options)
-            except RuntimeError as exc:
-                raise lost("a rank of the group", f"connecting failed: {exc}") from exc
+            self._backend: Any = _bounded(
+                lambda: ProcessGroupGloo(store, index, len(peers), options),
+                timeout_s=timeout_s if build_timeout_s is None else build_timeout_s,
+            )
             appeared = [fd for fd, inode in _socket_inodes().items() if before.get(fd) != inode]
             self._keep_connections(appeared)
         _GROUPS.add(self)
@@ -109,7 +120,7 @@ class Group:
             connection.close()
         self._connections, self._descriptors = [], []
         if self._waiter is not None:
-            self._waiter.orders.put(None)
+            self._waiter.end()
         _GROUPS.discard(self)
         with contextlib.suppress(AttributeError):
             del self._backend
@@ -207,11 +218,22 @@ class _Waiter:
 
     def __init__(self) -> None:
         self.orders: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="hieravg-gloo", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="hieravg-gloo", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Waited for: a thread that drops the last of a group's operations while Python ends would abort."""
+        self.orders.put(None)
+        self._thread.join(END_S)
 
     def _run(self) -> None:
-        while (waiting := self.orders.get()) is not None:
+        while True:
+            waiting = self.orders.get()
+            if waiting is None:
+                return
             waiting.run()
+            # Else the operations, and the group with them, would live until the next order.
+            del waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +288,29 @@ def _gloo_options(address: str, *, timeout_s: float) -> Any:
     options._threads = GLOO_THREADS  # noqa: SLF001
     options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]  # noqa: SLF001
     return options
+
+
+def _bounded(connect: Callable[[], Any], *, timeout_s: float) -> Any:
+    """What `connect` returns. gloo's own bound does not hold: if a peer dies at the door, it waits for ever.
+
+    The thread that waits there is left behind; it holds nothing that anybody needs.
+    """
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(connect())
+        except RuntimeError as exc:
+            found.append(exc)
+
+    thread = threading.Thread(target=run, name="hieravg-connect", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not found:
+        raise lost("a rank of the group", f"connecting took longer than {timeout_s:.0f} s")
+    if isinstance(found[0], RuntimeError):
+        raise lost("a rank of the group", f"connecting failed: {found[0]}") from found[0]
+    return found[0]
 
 
 def _socket_inodes() -> dict[int, int]:

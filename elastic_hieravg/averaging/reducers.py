@@ -225,7 +225,8 @@ def build_reducer(
     if len(nodes) == 1 and shared:
         return NodeReducer(flat, mesh, timeout_s=timeout_s)
     if len(nodes) == len(mesh.peers) or not shared:
-        group = _build_group("exchange", store, mesh, range(len(mesh.peers)), timeout_s=timeout_s)
+        everybody = range(len(mesh.peers))
+        group = _build_group("exchange", store, mesh, everybody, timeout_s=timeout_s, meet_s=meet_s)
         return ExchangeReducer(flat, group)
     places = {node: [i for i, peer in enumerate(mesh.peers) if peer.node_id == node] for node in nodes}
     num_slices = min(map(len, places.values()))
@@ -239,11 +240,17 @@ def build_reducer(
     carriers = None
     if local_index < num_slices:
         carrying = [places[node][local_index] for node in nodes]
-        carriers = _build_group(f"slice/{local_index}", store, mesh, carrying, timeout_s=timeout_s)
+        carriers = _build_group(
+            f"slice/{local_index}", store, mesh, carrying, timeout_s=timeout_s, meet_s=meet_s
+        )
     return NodesReducer(flat, node, carriers, members=members, num_slices=num_slices, timeout_s=timeout_s)
 
 
-def _build_group(prefix: str, store: Store, mesh: Mesh, members: Sequence[int], *, timeout_s: float) -> Group:
+def _build_group(
+    prefix: str, store: Store, mesh: Mesh, members: Sequence[int], *, timeout_s: float, meet_s: float
+) -> Group:
     peers: tuple[Peer, ...] = tuple(mesh.peers[member] for member in members)
     index = list(members).index(mesh.index)
-    return Group(PrefixStore(prefix, store), index=index, peers=peers, timeout_s=timeout_s)
+    return Group(
+        PrefixStore(prefix, store), index=index, peers=peers, timeout_s=timeout_s, build_timeout_s=meet_s
+    )
