@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constra
 help:
 	@echo "make demo    a plan before and after a node is lost"
 	@echo "make test    format, lint, types, layers, doctests, tests"
-	@echo "make soak    kills in random moments and simulated jobs, from a random seed"
+	@echo "make soak    kills in random moments, simulated jobs, a real one under faults; a random seed; 45 minutes"
 	@echo "make format  rewrite the files the way 'make test' wants them"
 	@echo "make bench   the benchmarks, as tables"
 	@echo "make clean   remove .venv and what the tools left"
@@ -37,7 +37,8 @@ test: $(VENV)/installed
 soak: $(VENV)/installed
 	SEED=$${SEED:-$$(date +%s)}; echo "SEED=$$SEED"; export SEED; \
 	  KILLS=200 $(BIN)/pytest -s tests/averaging/test_faults.py -k kill_at_any_moment && \
-	  RUNS=20000 $(BIN)/pytest -s tests/membership/test_simulation.py -k keep_every_promise
+	  RUNS=20000 $(BIN)/pytest -s tests/membership/test_simulation.py -k keep_every_promise && \
+	  $(BIN)/python -m tests.soak.elastic --minutes 30 --seed $$SEED
 
 format: $(VENV)/installed
 	$(BIN)/ruff format .
@@ -47,6 +48,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/averaging.py
 	$(BIN)/python benchmarks/rendezvous.py
+	$(BIN)/python benchmarks/recovery.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
