@@ -12,6 +12,7 @@ import select
 import socket
 import stat
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -53,10 +54,12 @@ class Group:
         peers: tuple[Peer, ...],
         timeout_s: float,
         build_timeout_s: float | None = None,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         """Connect to the others under keys of `store` that nobody else uses.
 
         `timeout_s`: how long an operation may take; `build_timeout_s`: connecting, as long if not given.
+        `is_over`: whether it is known that somebody will not come.
         """
         self.index = index
         self.peers = peers
@@ -72,6 +75,7 @@ class Group:
             self._backend: Any = _bounded(
                 lambda: ProcessGroupGloo(store, index, len(peers), options),
                 timeout_s=timeout_s if build_timeout_s is None else build_timeout_s,
+                is_over=is_over,
             )
             appeared = [fd for fd, inode in _socket_inodes().items() if before.get(fd) != inode]
             self._keep_connections(appeared)
@@ -290,7 +294,7 @@ def _gloo_options(address: str, *, timeout_s: float) -> Any:
     return options
 
 
-def _bounded(connect: Callable[[], Any], *, timeout_s: float) -> Any:
+def _bounded(connect: Callable[[], Any], *, timeout_s: float, is_over: Callable[[], bool]) -> Any:
     """What `connect` returns. gloo's own bound does not hold: if a peer dies at the door, it waits for ever.
 
     The thread that waits there is left behind; it holds nothing that anybody needs.
@@ -305,9 +309,11 @@ def _bounded(connect: Callable[[], Any], *, timeout_s: float) -> Any:
 
     thread = threading.Thread(target=run, name="hieravg-connect", daemon=True)
     thread.start()
-    thread.join(timeout_s)
+    deadline_s = time.monotonic() + timeout_s
+    while thread.is_alive() and not is_over() and time.monotonic() < deadline_s:
+        thread.join(LOOK_S)
     if not found:
-        raise lost("a rank of the group", f"connecting took longer than {timeout_s:.0f} s")
+        raise lost("a rank of the group", "it did not come to connect")
     if isinstance(found[0], RuntimeError):
         raise lost("a rank of the group", f"connecting failed: {found[0]}") from found[0]
     return found[0]

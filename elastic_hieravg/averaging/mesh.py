@@ -110,6 +110,13 @@ class Mesh:
             found[peer] = received[0]
         return [found[peer] for peer in range(len(self.peers))]
 
+    def has_hung_up(self) -> bool:
+        """Whether somebody is gone, or has cut; without waiting, and outside of `gather` only."""
+        poll = select.poll()
+        for sock in self._sockets.values():
+            poll.register(sock, select.POLLRDHUP)
+        return self._is_cut or bool(poll.poll(0))
+
     def cut(self) -> None:
         """End every wait, here and at the peers. Any thread may call it, at any time."""
         self._is_cut = True

@@ -240,9 +240,13 @@ def build_reducer(
     carriers = None
     if local_index < num_slices:
         carrying = [places[node][local_index] for node in nodes]
-        carriers = _build_group(
-            f"slice/{local_index}", store, mesh, carrying, timeout_s=timeout_s, meet_s=meet_s
-        )
+        try:
+            carriers = _build_group(
+                f"slice/{local_index}", store, mesh, carrying, timeout_s=timeout_s, meet_s=meet_s
+            )
+        except BaseException:
+            node.close()
+            raise
     return NodesReducer(flat, node, carriers, members=members, num_slices=num_slices, timeout_s=timeout_s)
 
 
@@ -252,5 +256,11 @@ def _build_group(
     peers: tuple[Peer, ...] = tuple(mesh.peers[member] for member in members)
     index = list(members).index(mesh.index)
     return Group(
-        PrefixStore(prefix, store), index=index, peers=peers, timeout_s=timeout_s, build_timeout_s=meet_s
+        PrefixStore(prefix, store),
+        index=index,
+        peers=peers,
+        timeout_s=timeout_s,
+        build_timeout_s=meet_s,
+        # The mesh is connected already, and knows of a death at once.
+        is_over=mesh.has_hung_up,
     )
