@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,15 @@ for name in sys.argv[2:]:
 print(doors.port, flush=True)
 sys.stdin.read()
 """
+
+
+def freeze(process: "subprocess.Popen[str]") -> None:
+    """Stop a process, and wait until it has stopped: on a busy machine it may run on for a while."""
+    process.send_signal(signal.SIGSTOP)
+    deadline_s = time.monotonic() + HEARD_S
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 class Watcher:
@@ -92,7 +102,7 @@ def test_a_frozen_process_is_not_told_of_until_it_is_killed(watcher: Watcher) ->
     with neighbour("b0") as (process, door):
         watcher.doors.watch([door])
         watcher.await_open()
-        process.send_signal(signal.SIGSTOP)
+        freeze(process)
         watcher.hear_nothing()
         process.kill()
         assert watcher.hear() == ("death", door, "its process ended")
@@ -100,7 +110,7 @@ def test_a_frozen_process_is_not_told_of_until_it_is_killed(watcher: Watcher) ->
 
 def test_a_process_that_was_frozen_when_it_was_first_asked_opens_later(watcher: Watcher) -> None:
     with neighbour("b0") as (process, door):
-        process.send_signal(signal.SIGSTOP)
+        freeze(process)
         watcher.doors.watch([door])
         watcher.hear_nothing()
         process.send_signal(signal.SIGCONT)
@@ -169,7 +179,7 @@ def test_a_probe_tells_life_and_death_and_nothing_of_silence(watcher: Watcher) -
     with neighbour("b0") as (process, door):
         watcher.doors.probe(door)
         assert watcher.hear() == ("life", door, "")
-        process.send_signal(signal.SIGSTOP)
+        freeze(process)
         watcher.doors.probe(door)
         watcher.hear_nothing()
         # It only was slow to answer: what was asked is answered in the end.
