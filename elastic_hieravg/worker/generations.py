@@ -36,6 +36,8 @@ OPENING_TIMEOUT_S = 600.0
 # A worker that cannot follow its generations any more.
 EXIT_CRASHED = 1
 RETRY_S = 0.5
+# How long the threads on their way to a generation may take to end with the job.
+CLOSE_TIMEOUT_S = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +71,6 @@ class _Way:
     state: StateCopy | None = None
     passing: AveragingGroup | None = None
     gradients: dict[GroupKey, Group] = field(default_factory=dict)
-    thread: threading.Thread | None = field(default=None, repr=False)
 
 
 class Generations:
@@ -104,6 +105,8 @@ class Generations:
         self._built: dict[GroupKey, AveragingGroup] = {}
         self._entering: Entering | None = None
         self._store: tuple[tuple[str, int], EmbeddedKeyValue] | None = None
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
 
     # --- told by the agent ------------------------------------------------------------------------------------
 
@@ -116,14 +119,17 @@ class Generations:
         places = {node.node_id: ranks for node, ranks in plan.topology.placed()}
         way = _Way(adopted, follow, places[follow.node_id][self._local_rank])
         with self.changed:
-            if self._way is not None and self._way.adopted.generation.number >= generation.number:
+            is_old = self._way is not None and self._way.adopted.generation.number >= generation.number
+            if is_old or self._is_closed:
                 return
             self.give_up()
             self._way = way
         # Ranks that wait for somebody who is gone are woken; a group that grows is used until it is left.
         self._engine.cut(replaced_keys(self._engine.keys, adopted))
-        way.thread = threading.Thread(target=self._walk, args=(way,), name="hieravg-groups", daemon=True)
-        way.thread.start()
+        thread = threading.Thread(target=self._walk, args=(way,), name="hieravg-groups", daemon=True)
+        with self.changed:
+            self._threads = [each for each in self._threads if each.is_alive()] + [thread]
+            thread.start()
 
     def give_up(self) -> None:
         """End the way that is being made, if any."""
@@ -142,7 +148,14 @@ class Generations:
         self._engine.cut(self._engine.keys)
 
     def close(self) -> None:
-        self.give_up()
+        """End every way. Waited for: a thread that comes out of gloo while Python ends would abort."""
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        with self.changed:
+            self._is_closed = True
+            self.give_up()
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
         with self.changed:
             built, self._built = self._built, {}
         for group in built.values():
