@@ -8,8 +8,18 @@ import math
 from dataclasses import dataclass
 
 from elastic_hieravg.errors import DocumentError
+from elastic_hieravg.membership.kv import Snapshot
+from elastic_hieravg.membership.mirror import Keys
 from elastic_hieravg.membership.records import Generation, read_generation
-from elastic_hieravg.membership.succession import Brought, Registration, newest, tally
+from elastic_hieravg.membership.succession import (
+    Before,
+    Brought,
+    Registration,
+    newest,
+    read_before,
+    tally,
+    term_after,
+)
 
 # A registration is said again several times a second, by somebody who asks silent agents too more seldom.
 FRESH_S = 2.5
@@ -19,19 +29,21 @@ SETTLE_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Mandate:
-    """The right to serve: the term, and the newest state that a voter brought."""
+    """The right to serve: the term, the newest state that a voter brought, and the host that has ended."""
 
     term: int
     brought: Brought
+    ended: str
 
 
 class Candidacy:
-    """`generation_key`: where the newest generation stands in what voters bring."""
+    """`salt`: a number that is likely this agent's alone, for its terms."""
 
-    def __init__(self, generation_key: str) -> None:
-        self._generation_key = generation_key
+    def __init__(self, keys: Keys, *, salt: int) -> None:
+        self._keys = keys
+        self._salt = salt
         self.term = 0
-        self.reason = ""
+        self.reason = self._ended = ""
         self._registrations: dict[str, tuple[float, Registration]] = {}
         self._votes: dict[str, tuple[Registration, Brought]] = {}
         self._enough_since_s = math.inf
@@ -58,12 +70,13 @@ class Candidacy:
         if term == self.term:
             self._votes[who] = registration, brought
 
-    def look(self, now_s: float, *, known: Generation | None) -> Mandate | None:
-        """Whether votes may be asked for, or have been given. `known` is the newest generation known here."""
+    def look(self, now_s: float, *, known: Snapshot) -> Mandate | None:
+        """Whether votes may be asked for, or have been given. `known` is what this agent itself knows."""
         fresh = {who: each for who, (at_s, each) in self._registrations.items() if at_s > now_s - FRESH_S}
         if not self.term:
             if self._is_settled(now_s, known, list(fresh.values())):
-                self.term = 1 + max(self._refused_term, *(each.promised for each in fresh.values()))
+                highest = max(self._refused_term, *(each.promised for each in fresh.values()))
+                self.term = term_after(highest, salt=self._salt)
                 self._enough_since_s = math.inf
             return None
         if not self._votes:
@@ -72,9 +85,9 @@ class Candidacy:
         best = newest([brought for _, brought in self._votes.values()])
         # Who has registered and not voted is waited for, as long as it still comes.
         is_settled = self._is_settled(
-            now_s, self._generation(best), registrations, has_all=fresh.keys() <= self._votes.keys()
+            now_s, best.known, registrations, has_all=fresh.keys() <= self._votes.keys()
         )
-        return Mandate(self.term, best) if is_settled else None
+        return Mandate(self.term, best, self._ended) if is_settled else None
 
     def withdraw(self) -> None:
         """Somebody else stands. Who has voted here is free to vote in another term."""
@@ -89,19 +102,23 @@ class Candidacy:
     def _is_settled(
         self,
         now_s: float,
-        generation: Generation | None,
+        known: Snapshot,
         registrations: list[Registration],
         *,
         has_all: bool = False,
     ) -> bool:
-        count = tally(generation, registrations)
-        self.reason = count.reason
+        generation, before = self._read(known)
+        count = tally(generation, registrations, before=before)
+        self.reason, self._ended = count.reason, count.ended
         self._enough_since_s = min(self._enough_since_s, now_s) if count.is_enough else math.inf
         return count.is_enough and (count.is_complete or has_all or now_s >= self._enough_since_s + SETTLE_S)
 
-    def _generation(self, brought: Brought) -> Generation | None:
-        entry = brought.known.entries.get(self._generation_key)
+    def _read(self, known: Snapshot) -> tuple[Generation | None, Before | None]:
+        entry, before = known.entries.get(self._keys.generation), known.entries.get(self._keys.quorum)
         try:
-            return read_generation(entry.value) if entry else None
+            return (
+                read_generation(entry.value) if entry else None,
+                read_before(before.value) if before else None,
+            )
         except DocumentError:
-            return None
+            return None, None

@@ -26,8 +26,8 @@ from elastic_hieravg.membership.stewardship import Stewardship, name_of
 
 # A host is told so often that its follower lives, and what it knows.
 BEAT_S = 0.5
-# One that does not answer for so long is lost.
-HOST_SILENT_S = 3.0
+# One that does not answer for so long is lost; `hosting.ENDED_S` counts on it.
+HOST_SILENT_S = 4.0
 # How long a host or a candidate may take to answer, and how long for a call to the store.
 ASK_TIMEOUT_S = 1.0
 CALL_TIMEOUT_S = 2.0
@@ -133,18 +133,19 @@ class Follower:
         assert line is not None
         now_s = time.monotonic()
         try:
-            told = read_host(line.call(steward.beat())["host"])
+            answer = line.call(steward.beat())
         except StoreAwayError:
             if line.is_gone or now_s > steward.heard_s + HOST_SILENT_S:
                 self._lose()
                 return 0.0
             return RETRY_S
+        told = read_host(answer["host"])
         if told is None or told.server_id != host.server_id:
             # It lives and serves no more.
-            self._lose()
+            self._lose(was_told=True)
             return 0.0
         with steward.lock:
-            steward.heard_s, steward.host = time.monotonic(), told
+            steward.heard_s, steward.host, steward.echo_s = time.monotonic(), told, float(answer["at_s"])
         if steward.hosted is not None and now_s > self._seldom_s + SELDOM_S:
             self._seldom_s = now_s
             self._call_on_others(told)
@@ -157,7 +158,8 @@ class Follower:
             self._version += 1
             steward.host, steward.lost = host, None
             steward.promised = max(steward.promised, host.term)
-            steward.heard_s = time.monotonic()
+            # What the host counts from is echoed with the second beat: the first has nothing of it yet.
+            steward.heard_s, steward.echo_s = time.monotonic(), -1.0
             steward.has_ended = steward.held_lease = False
             steward.withdraw()
             self._client = self._reach(host)
@@ -169,7 +171,8 @@ class Follower:
         self._on_switch()
         _close(*former)
 
-    def _lose(self) -> None:
+    def _lose(self, *, was_told: bool = False) -> None:
+        """The host is lost; `was_told`: it said itself that it serves no more."""
         steward, line = self._steward, self._line
         assert line is not None
         with steward.lock:
@@ -178,6 +181,7 @@ class Follower:
             self._version += 1
             steward.host, steward.lost = None, steward.host
             former, self._client = self._client, None
+            steward.was_told = was_told
             if line.is_gone:
                 steward.note_end()
         self._lost_s, self._seldom_s = time.monotonic(), -1.0
@@ -249,6 +253,8 @@ class Follower:
             if self._look_back() or self._look_around(now_s):
                 return 0.0
             self._seldom_s = time.monotonic()
+        if now_s < steward.quiet_until_s:
+            return RETRY_S
         with steward.lock:
             candidates = list(steward.knowledge.candidates())
             message = {"call": "register", **self._said()}

@@ -5,7 +5,7 @@ every generation stands, under a key of its own, what the next one will be judge
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -15,22 +15,31 @@ from elastic_hieravg.membership.kv import Put, Snapshot, Write
 from elastic_hieravg.membership.ledger import Ledger
 from elastic_hieravg.membership.mirror import Keys
 from elastic_hieravg.membership.records import NodeState, read_generation, read_node, read_suspicion
-from elastic_hieravg.membership.succession import before_of, objection, read_before
+from elastic_hieravg.membership.succession import before_of, is_known, objection, read_before
 
 V = TypeVar("V")
 
+# A follower that answered a host is its own for longer than this: `following.HOST_SILENT_S`. If it ends within
+# this time, it cannot have voted for another host before.
+ENDED_S = 3.5
 # Incarnations that came and went; the oldest are forgotten.
 REMEMBERED_MAX = 4096
 
 
 class Hosting:
-    """`open_s`: the first generation is not written earlier, so that a job that lives already can say so."""
+    """`open_s`: the first generation is not written earlier, so that a job that lives already can say so.
 
-    def __init__(self, keys: Keys, *, open_s: float) -> None:
+    `ended`: the incarnation of the host before this one, if it served its followers until it ended.
+    """
+
+    def __init__(self, keys: Keys, *, open_s: float, ended: str = "") -> None:
         self._keys = keys
         self._open_s = open_s
         self._known_by: dict[str, int] = {}
-        self._renounced: dict[str, None] = {}
+        # As good as its own word: it was host and nobody's voter.
+        self._renounced: dict[str, None] = {ended: None} if ended else {}
+        self._echo_s: dict[str, float] = {}
+        self._ended: dict[str, None] = {}
         self._heard_s: dict[str, float] = {}
 
     def hold(self, until_s: float) -> None:
@@ -38,11 +47,22 @@ class Hosting:
         self._open_s = max(self._open_s, until_s)
 
     def hear(
-        self, now_s: float, who: str, *, incarnation: str, revision: int, renounced: Iterable[str]
+        self,
+        now_s: float,
+        who: str,
+        *,
+        incarnation: str,
+        revision: int,
+        renounced: Iterable[str],
+        echo_s: float = -math.inf,
     ) -> None:
-        """A follower knows the store up to here, and is none of these any more."""
+        """A follower knows the store up to here, and is none of these any more.
+
+        `echo_s`: when this host gave the last answer that the follower has heard, by this host's clock.
+        """
         _remember(self._heard_s, who, now_s)
         if incarnation:
+            _remember(self._echo_s, incarnation, echo_s)
             _remember(self._known_by, incarnation, max(revision, self._known_by.get(incarnation, 0)))
         for each in renounced:
             _remember(self._renounced, each, None)
@@ -52,9 +72,10 @@ class Hosting:
 
     def admit(self, now_s: float, ledger: Ledger, write: Write) -> Write:
         """The write with what it has to leave behind; `StoreAwayError` if it is a generation and not now."""
+        self._note_ended(now_s, write)
         put = next((each for each in write.puts if each.key == self._keys.generation), None)
         if put is None:
-            return write
+            return self._say_if_known(ledger, write)
         snapshot = ledger.get(self._keys.prefix)
         last = snapshot.entries.get(self._keys.generation)
         if last is None:
@@ -64,8 +85,7 @@ class Hosting:
         before = snapshot.entries.get(self._keys.quorum)
         try:
             generation, following = read_generation(last.value), read_generation(put.value)
-            gone = {*self._renounced, *_gone(self._keys, snapshot)}
-            knowing = {each for each, revision in self._known_by.items() if revision >= last.revision}
+            gone, knowing = self._gone(snapshot), self._knowing(last.revision)
             why = objection(
                 generation,
                 following,
@@ -80,16 +100,50 @@ class Hosting:
         left = Put(self._keys.quorum, before_of(generation, following, gone=gone).to_json(), put.lease_id)
         return replace(write, puts=(*write.puts, left))
 
+    def _note_ended(self, now_s: float, write: Write) -> None:
+        """Somebody says that a process has ended: whether it followed this host until then is known now."""
+        for put in write.puts:
+            if put.key.startswith(self._keys.suspicion("")):
+                try:
+                    incarnation = read_suspicion(put.value).incarnation
+                except DocumentError:
+                    continue
+                if now_s < self._echo_s.get(incarnation, -math.inf) + ENDED_S:
+                    _remember(self._ended, incarnation, None)
 
-def _gone(keys: Keys, snapshot: Snapshot) -> Iterator[str]:
-    """Incarnations that are known to have ended, or that leave."""
-    for key, entry in snapshot.entries.items():
-        if key.startswith(keys.suspicion("")):
-            yield read_suspicion(entry.value).incarnation
-        elif key.startswith(keys.node("")):
-            record = read_node(entry.value)
-            if record.state is NodeState.LEAVING:
-                yield record.node.incarnation
+    def _knowing(self, revision: int) -> set[str]:
+        return {each for each, known in self._known_by.items() if known >= revision}
+
+    def _gone(self, snapshot: Snapshot) -> set[str]:
+        """Incarnations that followed this host until they ended, or said themselves that they go."""
+        gone = set(self._renounced)
+        for key, entry in snapshot.entries.items():
+            if key.startswith(self._keys.suspicion("")):
+                gone |= {read_suspicion(entry.value).incarnation} & self._ended.keys()
+            elif key.startswith(self._keys.node("")):
+                record = read_node(entry.value)
+                if record.state is NodeState.LEAVING:
+                    gone.add(record.node.incarnation)
+        return gone
+
+    def _say_if_known(self, ledger: Ledger, write: Write) -> Write:
+        """Once the last generation is known by enough, everybody is told, with the next write that comes."""
+        if self._keys.quorum not in ledger.get(self._keys.quorum).entries:
+            return write
+        snapshot = ledger.get(self._keys.prefix)
+        last = snapshot.entries.get(self._keys.generation)
+        try:
+            if last is not None and not is_known(
+                read_generation(last.value),
+                before=read_before(snapshot.entries[self._keys.quorum].value),
+                knowing=self._knowing(last.revision),
+                gone=self._gone(snapshot),
+            ):
+                return write
+        except DocumentError:
+            # Whoever reads it will say so; it is no affair of this write.
+            return write
+        return replace(write, deletes=(*write.deletes, self._keys.quorum))
 
 
 def _remember(known: dict[str, V], key: str, value: V) -> None:

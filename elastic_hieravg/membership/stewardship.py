@@ -4,6 +4,7 @@ The steward of all servers of its process; `following.Follower` is the one who a
 stands here, under one lock that is held for no call to anybody else.
 """
 
+import secrets
 import threading
 import time
 from collections.abc import Mapping
@@ -32,6 +33,10 @@ from elastic_hieravg.membership.succession import Registration, first_revision
 RECOMMENDED_S = 2.0
 # How long a new store waits to be told that the job lives elsewhere.
 FOUND_S = 2.0
+# A host that served this agent less than so long ago, and has ended, was host to its end: one that steps down
+# votes for nobody before `QUIET_S` are over.
+SERVED_S = 2.0
+QUIET_S = 2.5
 # If no voter knows how long a lease lives.
 OTHER_TTL_S = 3.0
 
@@ -50,14 +55,16 @@ class Stewardship:
         self._found_s = found_s
         self.host: Host | None = None
         self.heard_s = -1.0
+        self.echo_s = -1.0
         self.lost: Host | None = None
-        self.has_ended = self.held_lease = False
+        self.has_ended = self.held_lease = self.was_told = False
+        self.quiet_until_s = -1.0
         self.hint: Host | None = None
         self.has_to_lose = False
         self.promised = self.heard_term = 0
         self.is_standing = False
         self._ballot: tuple[int, str, Registration] | None = None
-        self.candidacy = Candidacy(self.keys.generation)
+        self.candidacy = Candidacy(self.keys, salt=secrets.randbits(32))
         self.hosted: Host | None = None
         self._hosting: Hosting | None = None
         self._bound: dict[Where, EmbeddedServer] = {}
@@ -112,6 +119,7 @@ class Stewardship:
                 "term": max(self.promised, self.heard_term),
                 "incarnation": self.knowledge.identity,
                 "revision": self.knowledge.revision,
+                "echo_s": self.echo_s,
                 "renounced": self.knowledge.renounced,
             }
 
@@ -140,8 +148,12 @@ class Stewardship:
 
     def note_end(self) -> None:
         """The lost host's process has ended."""
+        now_s = time.monotonic()
         if not self.has_ended:
-            self.has_ended, self.held_lease = True, self.knowledge.holds_lease(time.monotonic())
+            self.has_ended = True
+            # A host that was voted out is silent for longer than this before it votes itself.
+            is_until_then = now_s < self.heard_s + SERVED_S and not self.was_told
+            self.held_lease = is_until_then and self.knowledge.holds_lease(now_s)
 
     def is_silent(self, now_s: float, where: Where, *, silent_s: float) -> bool:
         """Whether an agent has not been heard by this host for so long."""
@@ -182,7 +194,7 @@ class Stewardship:
                     answer = self._hear_candidate(now_s, message)
                 case other:
                     raise ValueError(f"there is no call {other!r}")
-            return {**answer, "host": host_message(self._whereabouts(now_s))}
+            return {**answer, "at_s": now_s, "host": host_message(self._whereabouts(now_s))}
 
     def take_hint(self, host: Host | None) -> None:
         """Somebody says where the store is. Only a later term than the one known here is news."""
@@ -223,6 +235,7 @@ class Stewardship:
             if server.server_id == hosted.server_id:
                 server.serve(None)
         self.has_to_lose = True
+        self.quiet_until_s = time.monotonic() + QUIET_S
         self.wake.set()
 
     def _hear_beat(self, now_s: float, message: Mapping[str, Any]) -> None:
@@ -232,6 +245,7 @@ class Stewardship:
                 str(message["who"]),
                 incarnation=str(message["incarnation"]),
                 revision=int(message["revision"]),
+                echo_s=min(now_s, float(message["echo_s"])),
                 renounced=[str(each) for each in message["renounced"]],
             )
 
@@ -251,7 +265,7 @@ class Stewardship:
 
     def _advance(self, now_s: float) -> None:
         """Ask for votes or begin to serve, if it is time."""
-        known = self.knowledge.generation()
+        known = self.knowledge.brought().known
         mandate = self.candidacy.look(now_s, known=known)
         if self.candidacy.is_asked(self.name):
             term, brought = self.candidacy.term, self.knowledge.brought()
@@ -275,7 +289,7 @@ class Stewardship:
             other_ttl_s=min(ttls_s.values(), default=OTHER_TTL_S),
             first_lease_id=new_lease_id(),
         )
-        self._hosting = Hosting(self.keys, open_s=-1.0)
+        self._hosting = Hosting(self.keys, open_s=-1.0, ended=mandate.ended)
         self.hosted = self.hint = Host(*self.me, self._standby.server_id, mandate.term)
         self._standby.serve(ledger)
         self.wake.set()
