@@ -84,6 +84,19 @@ def test_half_is_not_enough_after_another_host_or_another_vote() -> None:
     assert not tally(None, [registration("b*")]).is_enough
 
 
+def test_voters_for_a_generation_that_may_be_unknown_are_many_of_the_one_before_too() -> None:
+    """The host left out e to h in silence, and ended: those and d, who does not know it, may vote as well."""
+    before = Before(8, tuple(f"{name}1" for name in "abcdefgh"))
+    voters = [registration("b*"), registration("c*")]
+    assert tally(generation("abcd"), voters).is_enough
+    assert not tally(generation("abcd"), voters, before=before).is_enough
+    # With d there are b to d and the host itself, half of them; with e more.
+    voters.append(registration("d*"))
+    assert not tally(generation("abcd"), voters, before=before).is_enough
+    voters.append(registration("e+"))
+    assert tally(generation("abcd"), voters, before=before).is_enough
+
+
 @pytest.mark.parametrize(
     ("last", "following", "gone", "is_allowed"),
     [
