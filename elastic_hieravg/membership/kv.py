@@ -1,7 +1,8 @@
 """The seam to a key-value store: what the membership protocol asks of etcd, and of what stands in for it.
 
-Three homes: `etcd.EtcdKeyValue`, `embedded.EmbeddedKeyValue` and `memory.MemoryKeyValue`. One suite of tests
-says what all of them do. Invariant: every call returns or raises within a bound that its home names.
+Four homes: `etcd.EtcdKeyValue`, `embedded.EmbeddedKeyValue`, `failover.FailoverKeyValue`, which goes on with
+another host when the embedded store's is lost, and `memory.MemoryKeyValue`. One suite of tests says what all of
+them do. Invariant: every call returns or raises within a bound that its home names.
 """
 
 from collections.abc import Mapping

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from elastic_hieravg.membership.embedded import EmbeddedKeyValue, EmbeddedServer
 from elastic_hieravg.membership.etcd import EtcdKeyValue
+from elastic_hieravg.membership.failover import FailoverKeyValue
 from elastic_hieravg.membership.kv import KeyValue
 from elastic_hieravg.membership.memory import MemoryKeyValue
 from tests.membership.etcd_servers import Certificates, EtcdCluster
 
-NAMES = ("memory", "embedded", "etcd", "etcd-3", "etcd-tls", "etcd-users")
+NAMES = ("memory", "embedded", "failover", "etcd", "etcd-3", "etcd-tls", "etcd-users")
 
 
 @dataclass
@@ -41,6 +42,18 @@ def home(name: str, folder: Path) -> Iterator[Home]:
                 name,
                 0.5,
                 lambda: EmbeddedKeyValue("127.0.0.1", server.port, run_id="contract"),
+                server._ledger.compact,
+            )
+        elif name == "failover":
+            first = FailoverKeyValue([("127.0.0.1", 0)], run_id="contract", address="127.0.0.1")
+            stack.callback(first.close)
+            hosted = first._steward.hosted
+            assert hosted is not None
+            (server,) = first._steward._bound.values()
+            yield Home(
+                name,
+                0.5,
+                lambda: FailoverKeyValue([hosted.where], run_id="contract", address="127.0.0.1"),
                 server._ledger.compact,
             )
         else:
