@@ -11,8 +11,8 @@ import pytest
 
 from tests.membership.agents import AgentProcess
 
-# Long enough for leases to end and for somebody to serve who must not.
-WRONG_S = 8.0
+# Long enough for a host to be given up, for somebody to serve who must not, and for leases to end there.
+WRONG_S = 12.0
 # A kill is seen at once; this is for a machine with other things to do.
 SOON_S = 20.0
 
