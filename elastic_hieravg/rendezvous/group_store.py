@@ -1,7 +1,7 @@
 """The store through which the ranks of a generation find each other, as a torch store over our own.
 
-It is served by a member's agent. torch's own TCPStore is not used: its client looks the server's name up
-backwards, which takes seconds where nobody answers, and a call to a frozen server never ends.
+It is served by a member's agent. torch's own TCPStore is not used: where no name server answers, 12 of 150 of
+its connections took 5 s, as long as a failed reverse lookup takes there.
 Invariant: every call ends at its deadline, or as soon as `is_over` says that nobody needs it any more.
 """
 
