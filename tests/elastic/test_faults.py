@@ -255,8 +255,7 @@ def test_node_frozen_and_back(job: RunningJob) -> None:
     assert job.nodes["c"].workers() == pids
 
 
-@on_etcd
-def test_node_of_rank_0_and_of_the_group_store_lost(job: RunningJob) -> None:
+def test_node_of_rank_0_and_of_the_stores_lost(job: RunningJob) -> None:
     with job.surviving("b", "c"):
         job.kill("a")
         job.await_together("b", "c")
