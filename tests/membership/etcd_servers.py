@@ -63,6 +63,17 @@ class EtcdMember:
     def send(self, number: signal.Signals) -> None:
         assert self.process is not None
         self.process.send_signal(number)
+        if number is signal.SIGSTOP:
+            self._await_stop()
+
+    def _await_stop(self) -> None:
+        """Until every thread has stopped: on a busy machine the server may go on answering for a while."""
+        assert self.process is not None
+        deadline_s = time.monotonic() + READY_S
+        threads = Path(f"/proc/{self.process.pid}/task")
+        while any(each.read_text().rpartition(") ")[2][0] != "T" for each in threads.glob("*/stat")):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
 
     def kill(self) -> None:
         if self.process is not None:
