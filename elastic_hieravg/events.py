@@ -7,7 +7,8 @@ from enum import StrEnum
 
 class Outcome(StrEnum):
     COMMITTED = "committed"  # every rank has the result
-    SKIPPED = "skipped"  # nobody could contribute; no parameter changed
+    FAILED = "failed"  # a peer was lost; it is tried once more in the next generation
+    SKIPPED = "skipped"  # nobody could contribute, or it failed for good; no parameter changed
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,13 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What it has measured since it started, as the JSON of `metrics.samples.Samples`."""
+
+    samples: str
+
+
+@dataclass(frozen=True, slots=True)
 class Drained:
     """It made its part of the last global round of a node that leaves, and waits for its end."""
 
@@ -99,7 +106,7 @@ class Stop:
     reason: str
 
 
-FromWorker = Hello | Ready | Entered | Broken | Progress | Drained | Raised | Bye
+FromWorker = Hello | Ready | Entered | Broken | Progress | Measured | Drained | Raised | Bye
 FromAgent = Follow | Fence | Drain | Stop
 
 _KINDS: dict[str, type[Any]] = {
