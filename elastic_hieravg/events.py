@@ -13,7 +13,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RoundDone:
-    """One averaging of one group, as seen by one rank.
+    """One averaging of one group, as seen by one rank. Of one that did not commit, only the first fields tell.
 
     `divergence_ratio`: how far apart the replicas were before, as the root of the mean square difference
     from the result over that of the result. `repaired` names tensors that somebody had pointed elsewhere.
@@ -22,13 +22,13 @@ class RoundDone:
     level: str
     step: int
     outcome: Outcome
-    seconds: float
-    wait_seconds: float
-    sent_bytes: int
-    link: str
-    divergence_ratio: float
-    num_nonfinite: int
-    repaired: tuple[str, ...]
+    seconds: float = 0.0
+    wait_seconds: float = 0.0
+    sent_bytes: int = 0
+    link: str = ""
+    divergence_ratio: float = 0.0
+    num_nonfinite: int = 0
+    repaired: tuple[str, ...] = ()
 
 
 Observe = Callable[[RoundDone], None]

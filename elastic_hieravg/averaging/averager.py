@@ -300,6 +300,11 @@ class HierarchicalAverager:
         return self._hook is not None
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether a backward pass waits for others' gradients at the moment."""
+        return self._hook is not None and self._hook.is_waiting
+
+    @property
     def num_local_gradients(self) -> int:
         """Backward passes that used this rank's own gradients because a group had failed."""
         return self._hook.num_local if self._hook else 0

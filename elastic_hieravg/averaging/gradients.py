@@ -72,6 +72,8 @@ class GradientHook:
         self._pass: _Pass | None = None
         # Backward passes that used this rank's own gradients, in part at least, though it has company.
         self.num_local = 0
+        # Whether the backward pass waits for others' gradients at the moment.
+        self.is_waiting = False
 
     def replace(self, world: Company, innermost: Company) -> None:
         """Use other groups from the next backward pass on."""
@@ -127,10 +129,13 @@ class GradientHook:
         for chunk, work in zip(self._chunks, works, strict=False):
             assert group is not None
             try:
+                self.is_waiting = True
                 group.wait([work])
             except PeerLostError as exc:
                 self._lose(now, group, exc)
                 break
+            finally:
+                self.is_waiting = False
             for parameter, place in zip(chunk.parameters, chunk.places, strict=True):
                 now.gradients[parameter].copy_(place)
         self.num_local += now.is_local

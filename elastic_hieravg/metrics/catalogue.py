@@ -222,7 +222,12 @@ CATALOGUE = (
         _GAUGE,
         "Part of this node's worker time since it began that went into steps, restarts included.",
     ),
-    Metric(REPORTS_DROPPED, _COUNTER, "Reports of workers that were dropped because the agent was slow."),
+    Metric(
+        REPORTS_DROPPED,
+        _COUNTER,
+        "Reports of workers that were dropped because the agent was slow; the next one tells the same.",
+        is_of_worker=True,
+    ),
     Metric(GENERATION, _GAUGE, "The newest generation this node has adopted; 0 before the first."),
     Metric(GENERATIONS, _COUNTER, "Generations adopted, by why they were made.", ("reason",)),
     Metric(NODES, _GAUGE, "Nodes of the job by state, as this node sees them.", ("state",)),

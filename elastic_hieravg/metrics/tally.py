@@ -45,7 +45,7 @@ class Tally:
         self._round_counts: dict[str, list[int]] = {}
         self._round_totals: defaultdict[str, float] = defaultdict(float)
         self._last: dict[str, LastRound] = {}
-        self._blocked_s = 0.0
+        self._spent_s = 0.0
         self._resumed_s = clock()
 
     # --- in the training thread -------------------------------------------------------------------------------
@@ -61,42 +61,22 @@ class Tally:
         self._num_steps += 1
 
     @contextmanager
-    def boundary(self) -> Iterator[None]:
-        """What is not explained by rounds and waiting goes to averaging: it is what rounds cost beside."""
-        began_s = self._clock()
-        explained_s = self._blocked_s
-        try:
-            yield
-        finally:
-            self._resumed_s = self._clock()
-            rest_s = self._resumed_s - began_s - (self._blocked_s - explained_s)
-            self._spend(Cause.AVERAGING, max(0.0, rest_s))
-
-    def resume(self, cause: Cause) -> None:
-        """Since the last step, or since the beginning, the time went into this; the next step begins now."""
-        now_s = self._clock()
-        self._spend(cause, now_s - self._resumed_s)
-        self._resumed_s = now_s
-
-    @contextmanager
-    def waiting(self, cause: Cause) -> Iterator[None]:
-        """Inside a boundary: waiting for this."""
-        began_s = self._clock()
-        try:
-            yield
-        finally:
-            self._spend(cause, self._clock() - began_s)
-
-    @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """No steps are made. Between two steps it is taken off the step it is in."""
-        began_s = self._clock()
+    def spending(self, cause: Cause) -> Iterator[None]:
+        """Time that belongs to no step. What happens inside and is counted by itself is taken off the cause."""
+        before_s, counted_s, began_s = self._resumed_s, self._spent_s, self._clock()
         try:
             yield
         finally:
             seconds = self._clock() - began_s
-            self._resumed_s += seconds
-            self._spend(Cause.QUIET, seconds)
+            self._spend(cause, seconds - (self._spent_s - counted_s))
+            # The step that is being made goes on where it was.
+            self._resumed_s = before_s + seconds
+
+    def resume(self, cause: Cause) -> None:
+        """The time since the last step, or since the beginning, went into this; the next step begins now."""
+        now_s = self._clock()
+        self._spend(cause, now_s - self._resumed_s)
+        self._resumed_s = now_s
 
     def round_done(self, done: RoundDone) -> None:
         """A round was committed, failed or skipped."""
@@ -120,22 +100,25 @@ class Tally:
         self._spend(Cause.AVERAGING, done.seconds - done.wait_seconds)
         self._spend(Cause.STRAGGLER, done.wait_seconds)
 
-    def local_gradients(self, num_passes: int) -> None:
-        """So many backward passes of this worker used its own gradients because a peer was lost, in all."""
-        with self._lock:
-            self._counters[names.LOCAL_GRADIENTS, ()] = num_passes
-
     def _spend(self, cause: Cause, seconds: float) -> None:
         with self._lock:
-            self._blocked_s += max(0.0, seconds)
+            self._spent_s += max(0.0, seconds)
             self._counters[names.BADPUT_SECONDS, (cause,)] += max(0.0, seconds)
 
     # --- in another thread ------------------------------------------------------------------------------------
 
     def samples(
-        self, *, rank: int, generation: int, step: int, state: str, values: Mapping[str, float]
+        self,
+        *,
+        rank: int,
+        generation: int,
+        step: int,
+        state: str,
+        values: Mapping[str, float],
+        num_local_gradients: int = 0,
+        num_dropped: int = 0,
     ) -> Samples:
-        """Everything so far. `values` are what the script reported."""
+        """Everything so far. `values`: what the script reported. `num_dropped` reports did not get through."""
         with self._lock:
             counters, gauges = dict(self._counters), dict(self._gauges)
             distributions: dict[Key, Distribution] = {
@@ -146,6 +129,8 @@ class Tally:
         counters[names.STEPS, ()] = self._num_steps
         counters[names.SAMPLES, ()] = self._num_samples
         counters[names.PRODUCTIVE_SECONDS, ()] = self._productive_s
+        counters[names.LOCAL_GRADIENTS, ()] = num_local_gradients
+        counters[names.REPORTS_DROPPED, ()] = num_dropped
         distributions[names.STEP_SECONDS, ()] = Distribution(tuple(self._step_counts), self._productive_s)
         gauges |= {(names.USER_VALUE, (name,)): value for name, value in values.items()}
         return Samples(step, rank, generation, state, counters, gauges, distributions, last)

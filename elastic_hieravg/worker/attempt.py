@@ -19,6 +19,8 @@ from torch.distributed import PrefixStore
 from elastic_hieravg.averaging.averager import STATE_VERSION, HierarchicalAverager
 from elastic_hieravg.errors import MembershipError, PeerLostError, Problem
 from elastic_hieravg.events import Outcome
+from elastic_hieravg.metrics.catalogue import Cause
+from elastic_hieravg.metrics.tally import Tally
 from elastic_hieravg.plan import PlannedLevel
 from elastic_hieravg.worker.snapshots import Kept, Moment, Snapshot, SnapshotFile, read_state
 
@@ -77,8 +79,10 @@ class RestartedAverager:
         addresses: Mapping[str, str],
         period_steps: int,
         agent_wait_s: float,
+        tally: Tally,
     ) -> None:
         self._engine = engine
+        self._tally = tally
         self._kept = kept
         self._file = file
         self._name = name
@@ -106,6 +110,7 @@ class RestartedAverager:
                 Problem(f"a step was made over {num_samples} samples", "give a number of samples, 0 or more")
             )
         engine.count(num_samples)
+        self._tally.step(num_samples)
         if engine.is_due:
             self._run(engine.due_level())
         elif self._is_alone and engine.step_count % self._period_steps == 0:
@@ -132,6 +137,11 @@ class RestartedAverager:
     @property
     def is_busy(self) -> bool:
         return self._is_busy
+
+    @property
+    def doing(self) -> str:
+        """What it does at the moment, a word for people."""
+        return "averaging" if self._is_busy else "training"
 
     @property
     def rank(self) -> int:
@@ -164,6 +174,7 @@ class RestartedAverager:
 
         `holdings` are everybody's, by rank; `found` is what this rank said it has.
         """
+        self._tally.resume(Cause.START)
         moment = newest(holdings)
         holders = [rank for rank, each in enumerate(holdings) if moment is not None and each.moment == moment]
         engine = self._engine
@@ -255,7 +266,8 @@ class RestartedAverager:
         """For what needs all peers: that one is lost is told in the words of this mode."""
         self._is_busy = True
         try:
-            yield
+            with self._tally.spending(Cause.AVERAGING):
+                yield
         except PeerLostError as exc:
             raise self._lost(exc) from exc
         finally:

@@ -18,13 +18,16 @@ from torch.optim import Optimizer
 from elastic_hieravg.averaging.averager import HierarchicalAverager
 from elastic_hieravg.averaging.rounds import AveragingGroup
 from elastic_hieravg.errors import InDoubtError, MembershipError, ParametersError, PeerLostError, Problem
-from elastic_hieravg.events import Outcome
+from elastic_hieravg.events import Observe, Outcome, RoundDone, ignore
 from elastic_hieravg.membership.local import Broken, Drained, Entered, FromWorker, Stop
 from elastic_hieravg.membership.messages import Adopted
 from elastic_hieravg.membership.opening import Opening
 from elastic_hieravg.membership.records import Kind
+from elastic_hieravg.metrics.catalogue import Cause
+from elastic_hieravg.metrics.tally import Tally
 from elastic_hieravg.plan import GroupKey, PlannedLevel
 from elastic_hieravg.worker.generations import OPENING_TIMEOUT_S, Entering, Generations
+from elastic_hieravg.worker.hooked_gradients import HookedGradients
 from elastic_hieravg.worker.optimizer_state import copy_state, parameters_of, take_state
 from elastic_hieravg.worker.roles import Role
 
@@ -52,8 +55,12 @@ class ElasticAverager:
         optimizer: Optimizer | None = None,
         tell: Callable[[FromWorker], None],
         on_change: Callable[[Adopted], None],
+        tally: Tally | None = None,
+        observe: Observe = ignore,
     ) -> None:
         self._engine = engine
+        self._tally = tally or Tally()
+        self._observe = observe
         self._optimizer = optimizer
         self._tell = tell
         self._on_change = on_change
@@ -82,6 +89,7 @@ class ElasticAverager:
             on_news=self.wake,
             on_broken=lambda key: tell(Broken(key.name)),
         )
+        self._gradients = HookedGradients(engine, self.generations, tell=tell, on_lost=self._lose_gradients)
 
     # --- for the training loop --------------------------------------------------------------------------------
 
@@ -93,6 +101,7 @@ class ElasticAverager:
             )
         with self._counting:
             self._engine.count(num_samples)
+        self._tally.step(num_samples)
         if self._has_news or self._engine.is_due:
             with self._busy():
                 self._at_boundary()
@@ -102,12 +111,11 @@ class ElasticAverager:
         group. On every rank, before its first step. A backward pass never raises for a lost peer.
         """
         with self._busy():
-            self._engine.hook(ddp_model, on_lost=self._lose_gradients)
-            self._engine.use_gradients(self.generations.build_gradients())
+            self._gradients.register(ddp_model)
 
     @property
     def num_local_gradients(self) -> int:
-        """Backward passes that used this rank's own gradients, in part at least, because a peer was lost."""
+        """Backward passes that used this rank's own gradients because a peer was lost."""
         return self._engine.num_local_gradients
 
     @property
@@ -122,7 +130,16 @@ class ElasticAverager:
     @property
     def is_busy(self) -> bool:
         """Whether it is in a round, or waits for others: then no step can be made."""
-        return self._is_busy
+        return self._is_busy or self._engine.is_waiting
+
+    @property
+    def doing(self) -> str:
+        """What it does at the moment, a word for people."""
+        if not self._holds_model:
+            return "joining"
+        if self._running is not None:
+            return "averaging"
+        return "waiting" if self.is_busy else "training"
 
     @property
     def rank(self) -> int:
@@ -134,13 +151,14 @@ class ElasticAverager:
 
     def join(self) -> None:
         """Wait until this rank is in the job and has the model. `SystemExit` if the job is over before."""
+        self._tally.resume(Cause.START)
         with self._busy():
             self._await_model()
 
     def finish(self) -> None:
         """The training loop has ended: have the last global round with everybody."""
         self._is_ending = True
-        self._end_gradients()
+        self._gradients.end()
         deadline_s, num_committed = time.monotonic() + END_WAIT_S, self.num_committed
         while not self._is_ended and self._stopped is None:
             if num_committed != self.num_committed:
@@ -190,6 +208,11 @@ class ElasticAverager:
                 wants_round=self._lost_round or kind is Kind.ROUND,
                 committed=self._engine.rounds_committed(),
             )
+
+    def _lose_gradients(self) -> None:
+        # Replicas may differ where they should not: a round mends that.
+        self._lost_round = True
+        self.wake()
 
     def fence(self) -> None:
         self._is_fenced = True
@@ -293,29 +316,12 @@ class ElasticAverager:
             is_ending=self._is_ending,
         )
 
-    def _end_gradients(self) -> None:
-        """There are none of this rank any more: nobody is to wait for them."""
-        engine = self._engine
-        engine.cut_gradients()
-        if engine.is_hooked and engine.is_warmup and engine.plan.levels:
-            # No round is due for long, as gradients kept the ranks together: the next generation brings one.
-            self._lost_round = True
-            for key in self._own_key(engine.plan.levels[-1]):
-                engine.cut([key])
-                self._tell(Broken(key.name))
-
-    def _lose_gradients(self, key: GroupKey, why: str) -> None:
-        """A bucket of gradients failed. Replicas may differ where they should not: a round mends that."""
-        _log.warning("gradients of step %s stay local: %s", self._engine.step_count + 1, why)
-        self._lost_round = True
-        self._tell(Broken(key.name))
-        self.wake()
-
     def _run(self, level: PlannedLevel) -> bool:
         """Run a round; if it fails wait for the next generation. False if the round is given up."""
         engine = self._engine
         if engine.is_over(level):
             return self._failed(level)
+        began_s = time.perf_counter()
         try:
             self._set_running(level)
             try:
@@ -323,12 +329,10 @@ class ElasticAverager:
             finally:
                 self._set_running(None)
         except PeerLostError as exc:
-            _log.info(
-                "a round of level %s failed at step %s: %s",
-                level.name,
-                engine.step_count,
-                exc.problems[0].message,
-            )
+            seconds = time.perf_counter() - began_s
+            self._observe(RoundDone(level.name, engine.step_count, Outcome.FAILED, seconds=seconds))
+            why = exc.problems[0].message
+            _log.info("a round of level %s failed at step %s: %s", level.name, engine.step_count, why)
             return self._failed(level, in_doubt=isinstance(exc, InDoubtError))
         if done is not None and done.outcome is Outcome.SKIPPED:
             # Nobody had anything to give; who has no model yet cannot go on without.
@@ -366,6 +370,7 @@ class ElasticAverager:
         if in_doubt:
             engine.settle(is_committed=self._was_committed())
         self.num_skipped += 1
+        self._observe(RoundDone(level.name, engine.step_count, Outcome.SKIPPED))
         if level in engine.plan.levels:
             engine.skip(level, after_step=engine.step_count)
         return False
@@ -438,17 +443,29 @@ class ElasticAverager:
                 lambda: self._enter_if_time(can_wait=True) and self._holds_model,
                 timeout_s=math.inf,
                 can_enter=True,
+                cause=Cause.RENDEZVOUS,
             )
         if not self._holds_model:
             # The job is over, and this rank has no model: nothing it would do with it is right.
             raise SystemExit(int(not (self._stopped and self._stopped.is_success)))
         self._hold()
 
-    def _wait(self, until: Callable[[], bool], *, timeout_s: float, can_enter: bool = False) -> bool:
+    def _wait(
+        self,
+        until: Callable[[], bool],
+        *,
+        timeout_s: float,
+        can_enter: bool = False,
+        cause: Cause = Cause.RECOVERY,
+    ) -> bool:
         """At a boundary, until something is as wanted, the job is over, this node is out, or time is up.
 
         `can_enter`: a generation may be entered here. If that was said, everybody's word is waited for.
         """
+        with self._tally.spending(cause):
+            return self._wait_until(until, timeout_s=timeout_s, can_enter=can_enter)
+
+    def _wait_until(self, until: Callable[[], bool], *, timeout_s: float, can_enter: bool) -> bool:
         deadline_s = time.monotonic() + timeout_s
         generations = self.generations
         was_waiting, self._is_waiting = self._is_waiting, can_enter
@@ -473,6 +490,8 @@ class ElasticAverager:
         """What is done here is no hang, however long it takes."""
         self._is_busy = True
         try:
-            yield
+            # What rounds and waits do not explain is what averaging costs beside.
+            with self._tally.spending(Cause.AVERAGING):
+                yield
         finally:
             self._is_busy = False

@@ -23,7 +23,7 @@ from elastic_hieravg.averaging.averager import HierarchicalAverager
 from elastic_hieravg.averaging.groups import NodeWorld, node_process_group
 from elastic_hieravg.config import RestartPlace, WorkerPlace, read_worker_place
 from elastic_hieravg.errors import InputError, MembershipError, Problem, raise_if_any
-from elastic_hieravg.events import Observe, ignore
+from elastic_hieravg.events import Observe, RoundDone, ignore
 from elastic_hieravg.membership.local import (
     Bye,
     Drain,
@@ -31,12 +31,16 @@ from elastic_hieravg.membership.local import (
     Follow,
     FromAgent,
     FromWorker,
+    Measured,
     Progress,
     Raised,
     Ready,
     Stop,
 )
 from elastic_hieravg.membership.messages import Adopted
+from elastic_hieravg.metrics.catalogue import Cause, Link
+from elastic_hieravg.metrics.samples import Samples
+from elastic_hieravg.metrics.tally import Tally
 from elastic_hieravg.plan import Hierarchy, Node, Plan, Topology, fit
 from elastic_hieravg.worker.averager import ElasticAverager
 from elastic_hieravg.worker.link import AgentLink
@@ -88,6 +92,8 @@ class Job:
         self._reported: dict[str, float] = {}
         self._process_group: ProcessGroup | None = None
         self._num_quiet = 0
+        self._links: dict[str, str] = {}
+        self._tally = Tally(link_of=self._link_of)
         self._last_step = 0
         self._early: list[FromAgent] = []
         self._lock = threading.Lock()
@@ -135,6 +141,7 @@ class Job:
         """
         if self._averager is not None:
             raise MembershipError(Problem("the job has an averager already", "make one for each job"))
+        observe = self._observed_too(observe)
         engine = HierarchicalAverager(
             model,
             plan=self.plan,
@@ -152,6 +159,8 @@ class Job:
             optimizer=optimizer,
             tell=self._tell,
             on_change=self._changed,
+            tally=self._tally,
+            observe=observe,
         )
         with self._lock:
             self._averager = averager
@@ -216,7 +225,8 @@ class Job:
         """Say that no steps are made for a while: evaluation, checkpointing. It is not taken for a hang."""
         self._num_quiet += 1
         try:
-            yield
+            with self._tally.spending(Cause.QUIET):
+                yield
         finally:
             self._num_quiet -= 1
 
@@ -250,6 +260,7 @@ class Job:
             if kind is None:
                 if self._averager is not None:
                     self._averager.finish()
+                self._tell_samples()
                 self._tell(Bye())
             elif isinstance(error, Exception):
                 self._tell(Raised("".join(traceback.format_exception(error))[-RAISED_MAX:]))
@@ -304,6 +315,7 @@ class Job:
         self.generation = adopted.generation.number
         assert self._averager is not None
         self.rank = self._averager.rank
+        self._links = {}
         for callback in self._callbacks:
             callback(self)
 
@@ -312,6 +324,52 @@ class Job:
             averager = self._averager
             is_excused = bool(self._num_quiet) or averager is None or averager.is_busy
             self._tell(Progress(self.step, is_excused=is_excused))
+            self._tell_samples()
+
+    def _tell_samples(self) -> None:
+        if self._link is not None:
+            self._link.offer(Measured(self._samples().to_json()))
+
+    def _samples(self) -> Samples:
+        """What this worker has measured so far. Any thread may ask."""
+        averager, link = self._averager, self._link
+        doing = "joining" if averager is None else "quiet" if self._num_quiet else averager.doing
+        return self._tally.samples(
+            rank=self.rank,
+            generation=self.generation,
+            step=self.step,
+            state=doing,
+            values=dict(self._reported),
+            num_local_gradients=0 if averager is None else averager.num_local_gradients,
+            num_dropped=0 if link is None else link.num_dropped,
+        )
+
+    def _observed_too(self, observe: Observe) -> Observe:
+        """The script's observer, after our own."""
+
+        def both(done: RoundDone) -> None:
+            self._tally.round_done(done)
+            observe(done)
+
+        return both
+
+    def _link_of(self, level_name: str, link: str) -> str:
+        """The widest link that a level's rounds cross: memory, or sockets between what its group spans."""
+        if link == Link.SHM:
+            return link
+        found = self._links.get(level_name)
+        if found is None:
+            found = self._links[level_name] = _widest_link(self.plan, level_name, rank=self.rank)
+        return found
+
+
+def _widest_link(plan: Plan, level_name: str, *, rank: int) -> Link:
+    level = next((each for each in plan.levels if each.name == level_name), None)
+    group = {rank} if level is None else set(level.group_of(rank))
+    nodes = [node for node, ranks in plan.topology.placed() if not group.isdisjoint(ranks)]
+    if len({node.labels.get("zone") for node in nodes}) > 1:
+        return Link.INTER_ZONE
+    return Link.INTER_NODE if len(nodes) > 1 else Link.INTRA_NODE
 
 
 def _number(value: object) -> float | None:

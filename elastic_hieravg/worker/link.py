@@ -4,6 +4,7 @@ What the agent says is given to `on_message` in a thread of its own; what is sai
 for it. Invariant: a worker does not outlive its agent.
 """
 
+import contextlib
 import logging
 import os
 import queue
@@ -19,6 +20,8 @@ CONNECT_TIMEOUT_S = 30.0
 SEND_TIMEOUT_S = 10.0
 SILENCE_S = 60.0
 UNSENT_MAX = 1024
+# What may be left out does not take more than this part of it.
+OFFERS_UNSENT_MAX = 16
 # A worker whose agent is gone has nobody to tell.
 EXIT_ORPHANED = 1
 
@@ -31,6 +34,7 @@ class AgentLink:
     ) -> None:
         self._on_message = on_message
         self._is_closed = False
+        self.num_dropped = 0
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(CONNECT_TIMEOUT_S)
         sock.connect(f"\0{where}")
@@ -52,10 +56,18 @@ class AgentLink:
         except queue.Full:
             self._lost("it does not listen")
 
+    def offer(self, message: FromWorker) -> None:
+        """Say something that may be left out: it is, and counted, while much is still unsent."""
+        if self._unsent.qsize() >= OFFERS_UNSENT_MAX:
+            self.num_dropped += 1
+        else:
+            self.send(message)
+
     def close(self) -> None:
         """Say what is left to say, and hang up."""
         self._is_closed = True
-        self._unsent.put(None)
+        with contextlib.suppress(queue.Full):
+            self._unsent.put(None, timeout=SEND_TIMEOUT_S)
         self._threads[0].join(SEND_TIMEOUT_S)
         self._out.end()
         self._threads[1].join(SEND_TIMEOUT_S)

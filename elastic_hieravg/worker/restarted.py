@@ -100,7 +100,7 @@ class RestartedJob(Job):
         model = model if isinstance(model, nn.Module) else list(model)
         kept = Kept(model, optimizer)
         own = attempt_store(store, meeting)
-        engine = self._build(model, own, average_buffers=average_buffers, observe=observe)
+        engine = self._build(model, own, average_buffers=average_buffers, observe=self._observed_too(observe))
         averager = RestartedAverager(
             engine,
             kept=kept,
@@ -109,6 +109,7 @@ class RestartedJob(Job):
             addresses=meeting.addresses(),
             period_steps=Hierarchy.parse(asked.hierarchy).levels[-1].period_steps,
             agent_wait_s=AGENT_WAIT_S if self._is_tidied else 0.0,
+            tally=self._tally,
         )
         self._averager = averager  # type: ignore[assignment] # as above
         found = self._find(kept)

@@ -14,6 +14,7 @@ from elastic_hieravg.averaging.averager import HierarchicalAverager
 from elastic_hieravg.averaging.mesh import lost
 from elastic_hieravg.errors import MembershipError, PeerLostError
 from elastic_hieravg.events import RoundDone
+from elastic_hieravg.metrics.tally import Tally
 from elastic_hieravg.plan import Hierarchy, Node, Plan, PlannedLevel, Topology, fit
 from elastic_hieravg.worker.attempt import RestartedAverager
 from elastic_hieravg.worker.snapshots import Kept, SnapshotFile, read_newest
@@ -47,6 +48,7 @@ def make(tmp_path: Path) -> MakeAverager:
             addresses={},
             period_steps=PERIOD,
             agent_wait_s=agent_wait_s,
+            tally=Tally(),
         )
 
     return make_averager
