@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
@@ -157,6 +157,16 @@ class InPlaceAgent(LocalElasticAgent):
         self._shutdown(death_sig=signal.SIGTERM, timeout=STOP_TIMEOUT_S)
 
     def _invoke_run(self, role: str = "default") -> RunResult:
+        try:
+            return self._run_workers()
+        except SignalException as exc:
+            # It came while torch's own handlers were in place: in the moment in which workers start.
+            self._signals.append(exc.sigval)
+            self._leave()
+            self._stop_workers(self._worker_group)
+            return RunResult(state=WorkerState.UNHEALTHY)
+
+    def _run_workers(self) -> RunResult:
         group: Any = self._worker_group
         self._initialize_workers(group)
         while True:
@@ -246,13 +256,14 @@ class InPlaceAgent(LocalElasticAgent):
         return True
 
     def _give_up(self, why: str, *, is_hopeless: bool) -> bool:
-        """This node cannot go on. A script that fails in the same way every time fails everywhere."""
+        """This node cannot go on. A script that fails in the same way every time fails everywhere, unless it is
+        that of a newcomer: others train, and it is this node that differs.
+        """
         _log.error("this node gives up: %s", why)
-        if is_hopeless:
-            self.exit_code = EXIT_DO_NOT_RETRY
+        self.exit_code = EXIT_DO_NOT_RETRY if is_hopeless else EXIT_FAILED
+        if is_hopeless and not self._node.is_newcomer:
             self._node.finish(Closing(False, why, is_hopeless=True))
         else:
-            self.exit_code = EXIT_FAILED
             self._node.leave(timeout_s=LEAVE_S)
         return False
 

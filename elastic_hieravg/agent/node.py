@@ -67,7 +67,7 @@ class InPlaceNode:
         self._drained: set[int] = set()
         self._is_draining = False
         self._raised = ""
-        self._has_stepped = False
+        self._has_stepped = self._has_ever_stepped = False
         self.done_s = 0.0
         self._told = 0
         self._adopted: Adopted | None = None
@@ -113,6 +113,11 @@ class InPlaceNode:
     def has_stepped(self) -> bool:
         """Whether the workers have made a step since they started."""
         return self._has_stepped
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether there are others, in a job of which this node has never been a part."""
+        return not self._has_ever_stepped and self.status.newest_number > 0 and self.status.num_others > 0
 
     def hung_worker(self) -> tuple[int, int, float] | None:
         """A worker that hangs: its local rank, its process id, and for how long it has stood still."""
@@ -184,6 +189,7 @@ class InPlaceNode:
                 pulse = self._pulses.setdefault(local_rank, Pulse(self._hang_timeout_s))
                 pulse.report(self._clock.read(time.monotonic()), step=step, is_excused=is_excused)
                 self._has_stepped |= step > 0 and not is_excused
+                self._has_ever_stepped |= self._has_stepped
             case Drained():
                 self._drained.add(local_rank)
             case Raised(text):

@@ -5,7 +5,7 @@ fails raises, with every parameter as it was, and whoever knows the membership g
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -17,14 +17,13 @@ from elastic_hieravg.averaging.flat import FlatModel, tensors_of
 from elastic_hieravg.averaging.gradients import Company, GradientHook, average_gradients, gradient_levels
 from elastic_hieravg.averaging.groups import Group
 from elastic_hieravg.averaging.header import Agreement
-from elastic_hieravg.averaging.mesh import Peer
+from elastic_hieravg.averaging.mesh import peers_of
 from elastic_hieravg.averaging.optimizers import on_each_step
 from elastic_hieravg.averaging.rounds import TIMEOUT_S, AveragingGroup, Contribution
 from elastic_hieravg.errors import InDoubtError, ParametersError, Problem
 from elastic_hieravg.events import Observe, Outcome, RoundDone, ignore
 from elastic_hieravg.plan import GroupKey, Member, Plan, PlannedLevel, first_keys
 
-LOOPBACK = "127.0.0.1"
 STATE_VERSION = 1
 
 
@@ -177,7 +176,7 @@ class HierarchicalAverager:
             PrefixStore(prefix, store),
             level=level.name,
             index=ranks.index(rank),
-            peers=_peers(plan, ranks, addresses),
+            peers=peers_of(plan, ranks, addresses),
             timeout_s=self._timeout_s,
             build_timeout_s=self._build_timeout_s,
         )
@@ -226,6 +225,15 @@ class HierarchicalAverager:
         """The groups of this rank."""
         return tuple(self._groups)
 
+    @property
+    def living_keys(self) -> tuple[GroupKey, ...]:
+        return tuple(key for key, group in list(self._groups.items()) if not group.is_over)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """A line for each tensor of the model. Of a sharded one each rank has another part: nothing, then."""
+        return () if self._flat.is_sharded else self._flat.lines
+
     def adopt(self, plan: Plan, *, rank: int, keys: Collection[GroupKey]) -> None:
         """Follow another plan from the next step on. Groups whose key is among `keys` as before are kept.
 
@@ -251,6 +259,9 @@ class HierarchicalAverager:
         `wanted` is what `own_keys` says. Groups it does not name are closed: this fences stale peers. What
         is due after `after_step`, the present one if not given, is run.
         """
+        for again in [key for key in built if key in self._groups]:
+            # A member did not have it any more: it was built anew.
+            self._groups.pop(again).close()
         self._groups |= built
         for gone in [key for key in self._groups if key not in wanted.values()]:
             self._groups.pop(gone).close()
@@ -349,7 +360,7 @@ class HierarchicalAverager:
         return Group(
             PrefixStore(f"hieravg/{key.name}/gradients", store),
             index=ranks.index(rank),
-            peers=_peers(plan, ranks, addresses),
+            peers=peers_of(plan, ranks, addresses),
             timeout_s=self._timeout_s,
             build_timeout_s=self._build_timeout_s,
         )
@@ -472,18 +483,6 @@ class HierarchicalAverager:
                 group.close()
             raise
         return built
-
-
-def _peers(plan: Plan, ranks: Sequence[int], addresses: Mapping[str, str]) -> tuple[Peer, ...]:
-    seats = [plan.seat(rank) for rank in ranks]
-    return tuple(
-        Peer(
-            f"rank {seat.rank} ({seat.node_id}/{seat.local_rank})",
-            seat.node_id,
-            addresses.get(seat.node_id, LOOPBACK),
-        )
-        for seat in seats
-    )
 
 
 def _check_slots(flat: FlatModel, plan: Plan) -> None:

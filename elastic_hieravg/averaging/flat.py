@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import zip_longest
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -329,3 +330,9 @@ def _overlap_problems(names: Sequence[str], tensors: Sequence[Tensor]) -> Iterat
 def _extent_bytes(tensor: Tensor) -> int:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
+
+
+def first_difference(here: Sequence[str], there: Sequence[str]) -> tuple[str, str] | None:
+    """The first tensor in which two models differ, as each describes it; None if they do not."""
+    pairs = zip_longest(here, there, fillvalue="nothing more")
+    return next((pair for pair in pairs if pair[0] != pair[1]), None)

@@ -13,13 +13,16 @@ import socket
 import struct
 import time
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import Store
 
 from elastic_hieravg.errors import PeerLostError, Problem
+from elastic_hieravg.plan import Plan
 
+LOOPBACK = "127.0.0.1"
 RECORD_BYTES = 256
 # After one peer has hung up, what others sent before may still be on its way.
 HANG_UP_GRACE_S = 0.02
@@ -37,6 +40,18 @@ class Peer:
     name: str
     node_id: str
     address: str
+
+
+def peers_of(plan: Plan, ranks: Sequence[int], addresses: Mapping[str, str]) -> tuple[Peer, ...]:
+    """Ranks of a plan; the loopback where a node has no address."""
+    return tuple(
+        Peer(
+            f"rank {seat.rank} ({seat.node_id}/{seat.local_rank})",
+            seat.node_id,
+            addresses.get(seat.node_id, LOOPBACK),
+        )
+        for seat in map(plan.seat, ranks)
+    )
 
 
 def lost(who: str, why: str) -> PeerLostError:

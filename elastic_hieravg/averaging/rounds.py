@@ -9,11 +9,10 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 from torch.distributed import Store
 
-from elastic_hieravg.averaging.flat import FlatModel
+from elastic_hieravg.averaging.flat import FlatModel, first_difference
 from elastic_hieravg.averaging.header import Agreement, Header, Verdict, agree
 from elastic_hieravg.averaging.kernels import Divergence
 from elastic_hieravg.averaging.mesh import Mesh, Peer, lost, read_key
@@ -188,8 +187,9 @@ class AveragingGroup:
         name = self._mesh.peers[other].name
         deadline_s = time.monotonic() + self._timeout_s
         written = read_key(self._store, f"tensors/{other}", of=name, deadline_s=deadline_s).decode()
-        pairs = zip_longest(self._flat.lines, written.split("\n"), fillvalue="nothing more")
-        here, there = next(pair for pair in pairs if pair[0] != pair[1])
+        differing = first_difference(self._flat.lines, written.split("\n"))
+        assert differing is not None, "signatures differ where tensors do"
+        here, there = differing
         raise DifferentTensorsError(
             Problem(
                 f"ranks bring different tensors to a round of level {self.level}: "

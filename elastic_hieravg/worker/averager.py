@@ -471,6 +471,8 @@ class ElasticAverager:
         was_waiting, self._is_waiting = self._is_waiting, can_enter
         try:
             while not until():
+                if generations.error is not None:
+                    raise generations.error
                 with generations.changed:
                     left_s = deadline_s - time.monotonic()
                     if left_s <= 0 and can_enter and generations.posted_step is not None:

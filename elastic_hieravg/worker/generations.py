@@ -6,6 +6,7 @@ step boundary. Invariant: only the newest generation is worked on; whatever is b
 by the newest is used, the rest is closed.
 """
 
+import hashlib
 import logging
 import os
 import threading
@@ -16,10 +17,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from elastic_hieravg.averaging.averager import HierarchicalAverager
-from elastic_hieravg.averaging.flat import FlatModel
+from elastic_hieravg.averaging.flat import FlatModel, first_difference
 from elastic_hieravg.averaging.groups import Group
 from elastic_hieravg.averaging.rounds import AveragingGroup
-from elastic_hieravg.errors import HierAvgError
+from elastic_hieravg.errors import DifferentTensorsError, HierAvgError, Problem
 from elastic_hieravg.membership.embedded import EmbeddedKeyValue
 from elastic_hieravg.membership.local import Follow
 from elastic_hieravg.membership.messages import Adopted
@@ -29,7 +30,17 @@ from elastic_hieravg.membership.records import Kind, read_generation, read_job
 from elastic_hieravg.plan import GroupKey, PlannedLevel
 from elastic_hieravg.rendezvous.group_store import GroupStore
 from elastic_hieravg.worker.optimizer_state import StateCopy, StateTaken, bring_state
-from elastic_hieravg.worker.roles import Role, missing_gradients, read_role, sources_of
+from elastic_hieravg.worker.roles import (
+    Arrival,
+    Role,
+    missing_gradients,
+    missing_groups,
+    read_arrival,
+    read_role,
+    reference_of,
+    sources_of,
+    strangers_of,
+)
 
 # How long everybody's groups and openings may take; a rank may be in the middle of a long step.
 OPENING_TIMEOUT_S = 600.0
@@ -107,6 +118,8 @@ class Generations:
         self._store: tuple[tuple[str, int], EmbeddedKeyValue] | None = None
         self._threads: list[threading.Thread] = []
         self._is_closed = False
+        # Why this rank cannot be in the job at all.
+        self.error: HierAvgError | None = None
 
     # --- told by the agent ------------------------------------------------------------------------------------
 
@@ -253,6 +266,11 @@ class Generations:
         while not way.is_over:
             try:
                 self._go(way)
+            except DifferentTensorsError as exc:
+                # For the training thread, which waits to be taken in.
+                self.error = exc
+                self._on_news()
+                return
             except (HierAvgError, RuntimeError, OSError) as exc:
                 if self._failed(way, exc):
                     return
@@ -290,23 +308,21 @@ class Generations:
         store = GroupStore(self._reach(way.follow), f"/generation/{number}/", is_over=lambda: way.is_over)
         wanted = self._engine.own_keys(plan, rank=way.rank, keys=way.adopted.keys)
         self._drop_unwanted(wanted)
-        for level in plan.levels:
-            key = wanted.get(level.name)
-            if key is not None and key not in self._engine.keys and key not in self._built:
-                group = self._engine.build(
-                    plan,
-                    rank=way.rank,
-                    level=level,
-                    key=key,
-                    store=store,
-                    addresses=way.adopted.generation.addresses,
-                )
-                with self.changed:
-                    if not way.is_over:
-                        self._built[key] = group
-                        continue
-                group.close()
-                return
+        for key, level in self._meet(way, store, wanted).items():
+            group = self._engine.build(
+                plan,
+                rank=way.rank,
+                level=level,
+                key=key,
+                store=store,
+                addresses=way.adopted.generation.addresses,
+            )
+            with self.changed:
+                if not way.is_over:
+                    self._built[key] = group
+                    continue
+            group.close()
+            return
         store.set(f"built/{way.rank}", self._role().to_json())
         names = [f"built/{rank}" for rank in range(plan.world_size)]
         texts = store.await_all(names, timeout_s=OPENING_TIMEOUT_S)
@@ -326,6 +342,40 @@ class Generations:
                 self._entering = Entering(way.adopted, way.rank, wanted, entry, dict(way.gradients), state)
                 self.changed.notify_all()
         self._on_news()
+
+    def _meet(
+        self, way: _Way, store: GroupStore, wanted: Mapping[str, GroupKey]
+    ) -> dict[GroupKey, PlannedLevel]:
+        """Wait for everybody on this way; the groups that have to be built then."""
+        plan, tensors = way.adopted.plan, "\n".join(self._engine.tensors)
+        keys = [key.name for key in (*self._engine.living_keys, *self._built)]
+        model = hashlib.sha256(tensors.encode()).hexdigest()
+        store.set(f"arrived/{way.rank}", Arrival(self._role().holds_model, model, tuple(keys)).to_json())
+        names = [f"arrived/{rank}" for rank in range(plan.world_size)]
+        texts = store.await_all(names, timeout_s=OPENING_TIMEOUT_S)
+        arrivals = [read_arrival(text.decode()) for text in texts]
+        reference, strangers = reference_of(arrivals), strangers_of(arrivals)
+        if strangers and way.rank == reference:
+            store.set("tensors", tensors)
+        if way.rank in strangers:
+            theirs = store.await_all(["tensors"], timeout_s=OPENING_TIMEOUT_S)[0].decode()
+            raise _another_model(tensors, theirs, of=plan.seat(reference).node_id)
+        if strangers:
+            node_ids = sorted({plan.seat(rank).node_id for rank in strangers})
+            _log.warning("%s: another model than the job's; training goes on without", ", ".join(node_ids))
+            # They end, and then there is a generation without them.
+            self._await_end(way)
+        missing = missing_groups(plan, arrivals, rank=way.rank, wanted=wanted)
+        self._drop([key for key in self._built if key in missing])
+        return missing
+
+    def _await_end(self, way: _Way) -> None:
+        deadline_s = time.monotonic() + OPENING_TIMEOUT_S
+        with self.changed:
+            while not way.is_over:
+                if not self.changed.wait(max(0.0, deadline_s - time.monotonic())):
+                    break
+        raise RuntimeError("some nodes have another model than the job's")
 
     def _bring_state(
         self, way: _Way, store: GroupStore, wanted: Mapping[str, GroupKey], sources: Sequence[int]
@@ -428,8 +478,21 @@ class Generations:
 
     def _drop_unwanted(self, wanted: Mapping[str, GroupKey]) -> None:
         """Close what was built for generations that were never entered."""
+        self._drop([key for key in self._built if key not in wanted.values()])
+
+    def _drop(self, keys: Sequence[GroupKey]) -> None:
         with self.changed:
-            gone = [key for key in self._built if key not in wanted.values()]
-            groups = [self._built.pop(key) for key in gone]
+            groups = [self._built.pop(key) for key in keys if key in self._built]
         for group in groups:
             group.close()
+
+
+def _another_model(mine: str, theirs: str, *, of: str) -> DifferentTensorsError:
+    differing = first_difference(mine.split("\n"), theirs.split("\n"))
+    here, there = differing or ("the same", "the same")
+    return DifferentTensorsError(
+        Problem(
+            f"this worker's model is not the job's: the first difference is {here} here and {there} on {of}",
+            "run the same script with the same settings on every node; the job goes on without this one",
+        )
+    )

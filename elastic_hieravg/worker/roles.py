@@ -1,6 +1,7 @@
-"""What each rank tells all others once its groups for a generation are built, and what follows from it.
+"""What each rank tells all others on its way into a generation, and what follows from it.
 
-Values and their JSON. Invariant: from the same roles every rank builds the same further groups.
+Values and their JSON. An arrival comes first, before any group is built; a role once the groups are there.
+Invariant: from the same arrivals and roles every rank builds the same groups.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -9,6 +10,55 @@ from dataclasses import dataclass
 from elastic_hieravg.averaging.gradients import gradient_levels
 from elastic_hieravg.plan import GroupKey, Plan, PlannedLevel
 from elastic_hieravg.plan.document import Fields, canonical_json, parse_json
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """`model`: the signature of its tensors. `keys` names the keys of the groups it has already."""
+
+    holds_model: bool
+    model: str
+    keys: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        return canonical_json(
+            {"holds_model": int(self.holds_model), "model": self.model, "keys": list(self.keys)}
+        )
+
+
+def read_arrival(text: str) -> Arrival:
+    """What `to_json` wrote; anything else is a `DocumentError`."""
+    fields = Fields(parse_json(text, where="an arrival"), where="an arrival")
+    arrival = Arrival(
+        holds_model=bool(fields.number("holds_model")),
+        model=fields.text("model"),
+        keys=tuple(str(name) for _, name in fields.items("keys")),
+    )
+    fields.close()
+    return arrival
+
+
+def reference_of(arrivals: Sequence[Arrival]) -> int:
+    """The rank whose model is the job's: the first that holds it, or the lowest when the job starts."""
+    return next((rank for rank, arrival in enumerate(arrivals) if arrival.holds_model), 0)
+
+
+def strangers_of(arrivals: Sequence[Arrival]) -> list[int]:
+    """The ranks whose model is another one than the job's."""
+    model = arrivals[reference_of(arrivals)].model
+    return [rank for rank, arrival in enumerate(arrivals) if arrival.model != model]
+
+
+def missing_groups(
+    plan: Plan, arrivals: Sequence[Arrival], *, rank: int, wanted: Mapping[str, GroupKey]
+) -> dict[GroupKey, PlannedLevel]:
+    """The groups that this rank builds: those that one of its members lacks. All of them build it, or none."""
+    return {
+        wanted[level.name]: level
+        for level in plan.levels
+        if level.name in wanted
+        and not all(wanted[level.name].name in arrivals[member].keys for member in level.group_of(rank))
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,6 +133,19 @@ def test_survivor_that_is_late_meets_the_others_at_the_step_they_named(job: Runn
 
 
 @on_any
+def test_newcomer_with_another_model_fails_alone(job: RunningJob) -> None:
+    with job.surviving("a", "b", "c"):
+        job.start("d", script=["--hidden", "32"], flags=["--max-restarts", "1"])
+        job.faults["newcomer with another model"] += 1
+        assert job.await_exit("d") == 78
+        job.await_together("a", "b", "c")
+    log = job.log("d")
+    assert "this worker's model is not the job's: the first difference is" in log
+    assert "0.weight" in log
+    assert "d: another model than the job's; training goes on without" in job.log("a") + job.log("b")
+
+
+@on_any
 def test_replica_that_is_not_finite_is_healed(job: RunningJob) -> None:
     before = job.newest("a")
     with job.surviving("a", "b", "c"):

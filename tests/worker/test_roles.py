@@ -4,7 +4,17 @@ import pytest
 
 from elastic_hieravg.errors import DocumentError
 from elastic_hieravg.plan import GroupKey, Hierarchy, Node, Plan, Topology, first_keys, fit
-from elastic_hieravg.worker.roles import Role, missing_gradients, read_role, sources_of
+from elastic_hieravg.worker.roles import (
+    Arrival,
+    Role,
+    missing_gradients,
+    missing_groups,
+    read_arrival,
+    read_role,
+    reference_of,
+    sources_of,
+    strangers_of,
+)
 
 HOLDS, LACKS = Role(5, holds_model=True), Role(0, holds_model=False)
 
@@ -83,3 +93,58 @@ def test_nobody_waits_for_the_gradients_of_a_loop_that_has_ended() -> None:
     roles = [hooked, Role(9, holds_model=True, is_hooked=True, is_ending=True), hooked, hooked, hooked]
     # Rank 1 is in the world, and on rank 0's node.
     assert levels_built(plan, own, roles) == [[], [], ["node"], ["node"], []]
+
+
+# --- before any group is built --------------------------------------------------------------------------------
+
+
+def test_an_arrival_is_read_as_it_was_written() -> None:
+    arrival = Arrival(holds_model=True, model="ab", keys=("1-ab", "2-cd"))
+    assert read_arrival(arrival.to_json()) == arrival
+    with pytest.raises(DocumentError, match="an arrival has no 'holds_model'"):
+        read_arrival("{}")
+
+
+@pytest.mark.parametrize(
+    ("models", "holders", "reference", "strangers"),
+    [
+        ("xxx", (0, 1, 2), 0, []),
+        # The job starts: the lowest rank's model is the job's.
+        ("xyx", (), 0, [1]),
+        ("yxx", (), 0, [1, 2]),
+        # A newcomer is the stranger, whatever its rank.
+        ("yxx", (1, 2), 1, [0]),
+    ],
+)
+def test_the_job_s_model_is_that_of_those_who_hold_it(
+    models: str, holders: tuple[int, ...], reference: int, strangers: list[int]
+) -> None:
+    arrivals = [Arrival(rank in holders, model) for rank, model in enumerate(models)]
+    assert reference_of(arrivals) == reference
+    assert strangers_of(arrivals) == strangers
+
+
+def test_a_group_is_built_by_all_its_members_if_one_lacks_it() -> None:
+    plan, own = planned(warmup_steps=0)
+    names = {key.name for keys in own.values() for key in keys.values()}
+    everything = Arrival(True, "x", tuple(sorted(names)))
+    world = own[0]["global"].name
+    without_world = Arrival(True, "x", tuple(sorted(names - {world})))
+    nothing = Arrival(False, "x")
+
+    def built(arrivals: list[Arrival]) -> list[list[str]]:
+        return [
+            [level.name for level in missing_groups(plan, arrivals, rank=rank, wanted=own[rank]).values()]
+            for rank in range(plan.world_size)
+        ]
+
+    assert built([everything] * 5) == [[]] * 5
+    assert built([everything] * 4 + [without_world]) == [["global"]] * 5
+    # Rank 1 of the first node was half way when another generation came: its neighbour builds once more.
+    assert built([everything, nothing, everything, everything, everything]) == [
+        ["node", "global"],
+        ["node", "global"],
+        ["global"],
+        ["global"],
+        ["global"],
+    ]
