@@ -22,6 +22,8 @@ NODES_FILE_BYTES_MAX = 64 * 1024 * 1024
 
 # Where labels come from, beside flags. The file has the form of Kubernetes' downward API: key="value" lines.
 LABELS_VARIABLE = "HIERAVG_LABELS"
+# The flag --label in capitals: whoever goes by the rule for all flags finds it too.
+LABEL_VARIABLE = "HIERAVG_LABEL"
 LABELS_FILE_VARIABLE = "HIERAVG_LABELS_FILE"
 LABELS_FILE_BYTES_MAX = 1024 * 1024
 # What Kubernetes calls the labels that everybody has.
@@ -30,6 +32,15 @@ HOST_LABEL = "host"
 # Where a worker finds its agent: the name of a socket, and a word that only this agent's workers know.
 AGENT_SOCKET_VARIABLE = "HIERAVG_AGENT_SOCKET"
 AGENT_TOKEN_VARIABLE = "HIERAVG_AGENT_TOKEN"  # noqa: S105 - the name of it
+# The same for workers that start anew with every change, and only report what they measure.
+METRICS_SOCKET_VARIABLE = "HIERAVG_METRICS_SOCKET"
+METRICS_TOKEN_VARIABLE = "HIERAVG_METRICS_TOKEN"  # noqa: S105 - the name of it
+# Where metrics are served; flags of `hieravg run` too.
+METRICS_PORT_VARIABLE = "HIERAVG_METRICS_PORT"
+METRICS_HOST_VARIABLE = "HIERAVG_METRICS_HOST"
+DEFAULT_METRICS_PORT = 9400
+# Kubernetes sets it in every container.
+POD_VARIABLE = "KUBERNETES_SERVICE_HOST"
 SECRET_BYTES_MAX = 64 * 1024
 # Set by torchrun in all its workers, whatever its version and backend.
 TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
@@ -127,8 +138,9 @@ def read_node_labels(
     path = variables.get(LABELS_FILE_VARIABLE)
     if path:
         found |= _read_labels_file(Path(path))
-    if variables.get(LABELS_VARIABLE):
-        found |= read_labels(variables[LABELS_VARIABLE], of=f"{LABELS_VARIABLE}={variables[LABELS_VARIABLE]}")
+    for name in (LABEL_VARIABLE, LABELS_VARIABLE):
+        if variables.get(name):
+            found |= read_labels(variables[name], of=f"{name}={variables[name]}")
     given: dict[str, str] = {}
     for flag in flags:
         for key, value in read_labels(flag, of=flag).items():
@@ -238,6 +250,40 @@ def read_params(text: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class MetricsPlace:
+    """Where metrics are served. `port`: 0 for a free one."""
+
+    host: str
+    port: int
+
+
+def read_metrics_place(
+    port: str | None = None, host: str | None = None, *, environment: Mapping[str, str] | None = None
+) -> MetricsPlace | None:
+    """What the flags say, before the environment; None if no metrics are served.
+
+    In a pod everybody is meant to reach them, elsewhere only this machine.
+
+    >>> read_metrics_place("auto", environment={})
+    MetricsPlace(host='127.0.0.1', port=0)
+    """
+    variables = os.environ if environment is None else environment
+    wanted = port or variables.get(METRICS_PORT_VARIABLE) or str(DEFAULT_METRICS_PORT)
+    where = host or variables.get(METRICS_HOST_VARIABLE)
+    if not where:
+        where = "0.0.0.0" if variables.get(POD_VARIABLE) else "127.0.0.1"  # noqa: S104 - a pod's own network
+    if wanted == "off":
+        return None
+    if wanted == "auto":
+        return MetricsPlace(where, 0)
+    if not wanted.isascii() or not wanted.isdecimal() or not 0 < int(wanted) < 1 << 16:
+        raise UsageError(
+            Problem(f"--metrics-port is {wanted!r}", "give a port, auto for a free one, or off for none")
+        )
+    return MetricsPlace(where, int(wanted))
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """What a launcher asks of every worker alike; `hierarchy` as people write it."""
 
@@ -248,11 +294,15 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """Where a worker process is in its job: how it reaches its agent, None if it has none."""
+    """Where a worker process is in its job: how it reaches its agent, None if it has none.
+
+    `hierarchy`: the job's, as people write it; empty if there is no agent that has one.
+    """
 
     local_rank: int = 0
     socket: str | None = None
     token: str = ""
+    hierarchy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +310,7 @@ class RestartPlace:
     """Where a worker process is in one attempt of torchrun's, and what its launcher asks for.
 
     `owner`: how the agent calls itself, if it is one that removes what its workers leave; else empty.
+    `socket` and `token`: where the agent takes what this worker measures, if it does; else empty.
     """
 
     run_id: str
@@ -274,6 +325,8 @@ class RestartPlace:
     labels: Mapping[str, str]
     asked: Asked
     owner: str = ""
+    socket: str = ""
+    token: str = ""
 
 
 def read_worker_place(environment: Mapping[str, str] | None = None) -> WorkerPlace | RestartPlace:
@@ -281,7 +334,8 @@ def read_worker_place(environment: Mapping[str, str] | None = None) -> WorkerPla
     variables = os.environ if environment is None else environment
     socket = variables.get(AGENT_SOCKET_VARIABLE)
     if socket is not None:
-        return WorkerPlace(int(variables["LOCAL_RANK"]), socket, variables[AGENT_TOKEN_VARIABLE])
+        hierarchy = variables.get(HIERARCHY_VARIABLE, "")
+        return WorkerPlace(int(variables["LOCAL_RANK"]), socket, variables[AGENT_TOKEN_VARIABLE], hierarchy)
     if TORCHRUN_VARIABLE not in variables:
         return WorkerPlace()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT")
@@ -314,6 +368,8 @@ def read_worker_place(environment: Mapping[str, str] | None = None) -> WorkerPla
             _read_on_misfit(variables.get(ON_MISFIT_VARIABLE, ON_MISFIT[0])),
         ),
         owner=variables.get(OWNER_VARIABLE, ""),
+        socket=variables.get(METRICS_SOCKET_VARIABLE, ""),
+        token=variables.get(METRICS_TOKEN_VARIABLE, ""),
     )
 
 

@@ -11,6 +11,7 @@ import time
 
 from elastic_hieravg.agent.channel import WorkerChannel
 from elastic_hieravg.agent.hangs import AwakeClock, Pulse
+from elastic_hieravg.config import HIERARCHY_VARIABLE
 from elastic_hieravg.membership.decisions import Policy
 from elastic_hieravg.membership.embedded import EmbeddedServer
 from elastic_hieravg.membership.kv import KeyValue
@@ -74,7 +75,7 @@ class InPlaceNode:
         self._closed = threading.Event()
         self._groups = EmbeddedServer(candidate.address, 0, run_id="groups")
         self._channel = WorkerChannel(on_message=self._heard, on_gone=self._gone)
-        self.variables = self._channel.variables
+        self.variables = self._channel.variables | {HIERARCHY_VARIABLE: str(policy.job.hierarchy)}
         self._membership = Membership(
             kv, candidate, run_id=run_id, policy=policy, lease_ttl_s=lease_ttl_s, observe=self._observe
         )

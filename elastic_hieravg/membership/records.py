@@ -16,8 +16,10 @@ from elastic_hieravg.plan.document import Fields, canonical_json, parse_json, wr
 from elastic_hieravg.plan.fitting import ON_MISFIT
 
 VERSION = 1
-# A store holds a few records for each node; the same texts are read again with every snapshot.
+# A store holds a few records for each node; the same texts are read again with every snapshot. Of those that
+# grow with the number of nodes there are few at a time.
 RECORDS_REMEMBERED = 4096
+LONG_RECORDS_REMEMBERED = 16
 
 T = TypeVar("T")
 
@@ -185,11 +187,13 @@ _OUTCOMES = {True: "succeeded", False: "failed"}
 _HOPELESS = "failed for good"
 
 
-def _reader(kind: str) -> Callable[[Callable[[Fields], T]], Callable[[str], T]]:
+def _reader(
+    kind: str, *, num_remembered: int = RECORDS_REMEMBERED
+) -> Callable[[Callable[[Fields], T]], Callable[[str], T]]:
     """Make a function that reads a text out of one that takes the record's fields."""
 
     def reader(take: Callable[[Fields], T]) -> Callable[[str], T]:
-        @lru_cache(RECORDS_REMEMBERED)
+        @lru_cache(num_remembered)
         def read(text: str) -> T:
             record = _open(kind, text)
             try:
@@ -239,7 +243,7 @@ def read_node(record: Fields) -> NodeRecord:
     )
 
 
-@_reader("generation")
+@_reader("generation", num_remembered=LONG_RECORDS_REMEMBERED)
 def read_generation(record: Fields) -> Generation:
     members = tuple(Node.read(value, where=where) for where, value in record.items("members"))
     addresses = record.texts("addresses")

@@ -131,16 +131,19 @@ class Job:
         model: nn.Module | Iterable[Tensor],
         optimizer: Optimizer | None = None,
         *,
+        hierarchy: Hierarchy | str | None = None,
         average_buffers: bool = True,
         observe: Observe = ignore,
     ) -> ElasticAverager:
         """Average this model over the job's hierarchy. Returns when the model is everybody's.
 
-        A worker that joins a running job waits here for its first global round, so that model and `job.step`
-        are right when its loop starts.
+        The hierarchy is the launcher's: agents plan with it before any script runs. One given here has to be
+        the same. A worker that joins a running job waits here for its first global round, so that model and
+        `job.step` are right when its loop starts.
         """
         if self._averager is not None:
             raise MembershipError(Problem("the job has an averager already", "make one for each job"))
+        self._check_hierarchy(hierarchy)
         observe = self._observed_too(observe)
         engine = HierarchicalAverager(
             model,
@@ -268,6 +271,18 @@ class Job:
             self._close()
 
     # --- inside -----------------------------------------------------------------------------------------------
+
+    def _check_hierarchy(self, given: Hierarchy | str | None) -> None:
+        """What the script asks for has to be what the job runs with."""
+        asked = Hierarchy.parse(given) if isinstance(given, str) else given
+        planned = self._place.hierarchy
+        if asked is not None and planned and asked != Hierarchy.parse(planned):
+            raise InputError(
+                Problem(
+                    f"the script asks for the hierarchy {asked}, the job runs with {planned}",
+                    f"start it with --hierarchy {asked}, or leave it out in the script",
+                )
+            )
 
     def _node_world(self) -> NodeWorld | None:
         """Where this node's workers meet; None if the environment says so, as the agent makes it do."""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from elastic_hieravg.config import LABELS_VARIABLE, host_name
+from elastic_hieravg.config import LABEL_VARIABLE, LABELS_VARIABLE, host_name
 from elastic_hieravg.errors import UsageError
 from elastic_hieravg.membership.etcd_client import EtcdSettings
 from elastic_hieravg.membership.records import Mode
@@ -234,6 +234,8 @@ def test_takes_the_name_and_the_labels_of_the_node(monkeypatch: pytest.MonkeyPat
     candidate = read().candidate
     assert candidate.labels == {"host": host_name(), "zone": "z1", "rack": "r7"}
     assert (candidate.node_id, candidate.may_rename) == (host_name(), True)
+    monkeypatch.setenv(LABEL_VARIABLE, "zone=z9,row=4")
+    assert read().candidate.labels == {"host": host_name(), "zone": "z1", "rack": "r7", "row": "4"}
     # A name that was given is meant: two nodes of one name are an error, not two names.
     named = read(conf={"node_id": "node-7"}).candidate
     assert (named.node_id, named.may_rename) == ("node-7", False)

@@ -14,6 +14,7 @@ from torch import nn
 
 import elastic_hieravg as eh
 from elastic_hieravg.averaging.optimizers import on_each_step
+from elastic_hieravg.config import WorkerPlace
 from elastic_hieravg.errors import InputError, MembershipError
 from elastic_hieravg.membership.local import FromWorker, Progress
 from elastic_hieravg.worker import job as job_module
@@ -55,6 +56,17 @@ def test_a_job_has_one_averager() -> None:
         job.averager(model, optimizer)
         with pytest.raises(MembershipError, match="has an averager already"):
             job.averager(model, optimizer)
+
+
+def test_a_script_may_name_the_job_s_hierarchy_and_no_other() -> None:
+    model, optimizer = make()
+    job = job_module.Job(WorkerPlace(hierarchy="node=4,global=16"))
+    with pytest.raises(
+        InputError, match=r"asks for .* node=8,global=16.* runs with node=4,global=16\n\nhint: start"
+    ):
+        job.averager(model, optimizer, hierarchy="node=8,global=16")
+    with job:
+        job.averager(model, optimizer, hierarchy="node=4, global=16")
 
 
 def test_a_step_with_nothing_due_costs_microseconds() -> None:
