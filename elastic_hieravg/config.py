@@ -296,13 +296,16 @@ class Asked:
 class WorkerPlace:
     """Where a worker process is in its job: how it reaches its agent, None if it has none.
 
-    `hierarchy`: the job's, as people write it; empty if there is no agent that has one.
+    `hierarchy`: the job's, as people write it; empty if there is no agent that has one. `owner`: how the agent
+    calls itself, which removes what its workers leave.
     """
 
     local_rank: int = 0
     socket: str | None = None
     token: str = ""
     hierarchy: str = ""
+    run_id: str = ""
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,8 +337,14 @@ def read_worker_place(environment: Mapping[str, str] | None = None) -> WorkerPla
     variables = os.environ if environment is None else environment
     socket = variables.get(AGENT_SOCKET_VARIABLE)
     if socket is not None:
-        hierarchy = variables.get(HIERARCHY_VARIABLE, "")
-        return WorkerPlace(int(variables["LOCAL_RANK"]), socket, variables[AGENT_TOKEN_VARIABLE], hierarchy)
+        return WorkerPlace(
+            int(variables["LOCAL_RANK"]),
+            socket,
+            variables[AGENT_TOKEN_VARIABLE],
+            hierarchy=variables.get(HIERARCHY_VARIABLE, ""),
+            run_id=variables.get(TORCHRUN_VARIABLE, ""),
+            owner=variables.get(OWNER_VARIABLE, ""),
+        )
     if TORCHRUN_VARIABLE not in variables:
         return WorkerPlace()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT")

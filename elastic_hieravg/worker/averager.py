@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.optim import Optimizer
 
-from elastic_hieravg.averaging.averager import HierarchicalAverager
+from elastic_hieravg.averaging.averager import STATE_VERSION, HierarchicalAverager
 from elastic_hieravg.averaging.rounds import AveragingGroup
 from elastic_hieravg.errors import InDoubtError, MembershipError, ParametersError, PeerLostError, Problem
 from elastic_hieravg.events import Observe, Outcome, RoundDone, ignore
@@ -26,22 +26,21 @@ from elastic_hieravg.membership.records import Kind
 from elastic_hieravg.metrics.catalogue import Cause
 from elastic_hieravg.metrics.tally import Tally
 from elastic_hieravg.plan import GroupKey, PlannedLevel
-from elastic_hieravg.worker.generations import OPENING_TIMEOUT_S, Entering, Generations
+from elastic_hieravg.worker.boundary import FENCE_WAIT_S, Boundary
+from elastic_hieravg.worker.generations import Entering, Generations
 from elastic_hieravg.worker.hooked_gradients import HookedGradients
+from elastic_hieravg.worker.keeping import Keeper
 from elastic_hieravg.worker.optimizer_state import copy_state, parameters_of, take_state
 from elastic_hieravg.worker.roles import Role
 
 # How long a rank whose round failed waits for the next generation before it goes on without the round.
 RETRY_WAIT_S = 5.0
-# How long a rank waits for the others' openings at the step it named: until the way there has failed.
-FENCE_WAIT_S = 1.1 * OPENING_TIMEOUT_S
 # How long the last round may take to come, from the end of a training loop on.
 END_WAIT_S = 600.0
 # How long a rank that is in doubt about the last round of all waits for the end of the job.
 END_DOUBT_S = 60.0
 # A round that fails in every generation is given up after so many.
 TRIES_MAX = 10
-POLL_S = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -57,26 +56,26 @@ class ElasticAverager:
         on_change: Callable[[Adopted], None],
         tally: Tally | None = None,
         observe: Observe = ignore,
+        keeper: Keeper | None = None,
     ) -> None:
         self._engine = engine
         self._tally = tally or Tally()
         self._observe = observe
+        self._keeper = keeper
+        self._keep_step: float = math.inf
         self._optimizer = optimizer
         self._tell = tell
         self._on_change = on_change
-        self._has_news = False
+        self._boundary = Boundary()
         self._holds_model = False
         self._lost_round = False
         self._is_ending = False
         self._is_ended = False
-        self._is_fenced = False
         self._is_draining = False
         self._is_busy = False
         self._running: PlannedLevel | None = None
-        self._is_waiting = False
         # Steps are counted under it: nobody names a step as the next one while it is being made.
         self._counting = threading.Lock()
-        self._stopped: Stop | None = None
         self._current: Adopted | None = None
         self._dead_since: int | None = None
         self.num_committed = self.num_retried = self.num_skipped = 0
@@ -102,9 +101,11 @@ class ElasticAverager:
         with self._counting:
             self._engine.count(num_samples)
         self._tally.step(num_samples)
-        if self._has_news or self._engine.is_due:
+        if self._boundary.has_news or self._engine.is_due:
             with self._busy():
                 self._at_boundary()
+        if self._engine.step_count >= self._keep_step:
+            self._keep()
 
     def register_hook(self, ddp_model: nn.parallel.DistributedDataParallel) -> None:
         """Average the gradients of a DDP model too: over the world during warm-up, then over the innermost
@@ -125,7 +126,7 @@ class ElasticAverager:
     @property
     def is_ended(self) -> bool:
         """The end was agreed by all in a global round, or the job was ended from outside."""
-        return self._is_ended or self._stopped is not None
+        return self._is_ended or self._boundary.stopped is not None
 
     @property
     def is_busy(self) -> bool:
@@ -151,6 +152,10 @@ class ElasticAverager:
 
     def join(self) -> None:
         """Wait until this rank is in the job and has the model. `SystemExit` if the job is over before."""
+        step = self._keeper.restore() if self._keeper is not None else None
+        if step is not None:
+            # It counts for nothing as long as anybody holds the model.
+            self._engine.load_state_dict({"version": STATE_VERSION, "step": step, "samples": {}})
         self._tally.resume(Cause.START)
         with self._busy():
             self._await_model()
@@ -160,7 +165,7 @@ class ElasticAverager:
         self._is_ending = True
         self._gradients.end()
         deadline_s, num_committed = time.monotonic() + END_WAIT_S, self.num_committed
-        while not self._is_ended and self._stopped is None:
+        while not self._is_ended and self._boundary.stopped is None:
             if num_committed != self.num_committed:
                 deadline_s, num_committed = time.monotonic() + END_WAIT_S, self.num_committed
             if time.monotonic() > deadline_s:
@@ -182,12 +187,14 @@ class ElasticAverager:
     def close(self) -> None:
         self.generations.close()
         self._engine.close()
+        if self._keeper is not None:
+            self._keeper.close()
 
     # --- from other threads -----------------------------------------------------------------------------------
 
     def wake(self) -> None:
         """Have the training thread look at the next boundary, or now if it waits at one."""
-        self._has_news = True
+        self._boundary.has_news = True
         with self.generations.changed:
             self.generations.changed.notify_all()
 
@@ -201,10 +208,10 @@ class ElasticAverager:
         if level is not None and self._engine.is_over(level):
             return None
         with self._counting:
-            self._has_news = True
+            self._boundary.has_news = True
             return Opening(
-                self._engine.step_count + (0 if self._is_waiting and level is None else 1),
-                holds_model=self._holds_model and not self._is_fenced,
+                self._engine.step_count + (0 if self._boundary.is_waiting and level is None else 1),
+                holds_model=self._holds_model and not self._boundary.is_fenced,
                 wants_round=self._lost_round or kind is Kind.ROUND,
                 committed=self._engine.rounds_committed(),
             )
@@ -215,7 +222,7 @@ class ElasticAverager:
         self.wake()
 
     def fence(self) -> None:
-        self._is_fenced = True
+        self._boundary.is_fenced = True
         self.generations.fenced()
         self.wake()
 
@@ -224,7 +231,7 @@ class ElasticAverager:
         self._is_draining = True
 
     def stop(self, stop: Stop) -> None:
-        self._stopped = stop
+        self._boundary.stopped = stop
         self.generations.give_up()
         self._engine.cut(self._engine.keys)
         self.wake()
@@ -236,24 +243,24 @@ class ElasticAverager:
         return self._current.generation.number if self._current else 0
 
     def _at_boundary(self) -> None:
-        self._has_news = False
-        if self._stopped is not None:
+        self._boundary.has_news = False
+        if self._boundary.stopped is not None:
             return
-        if self._is_fenced:
+        if self._boundary.is_fenced:
             self._rejoin()
         # A held rank waits where it stands, and says so; one that goes on says where it will be.
         self._hold()
         self._enter_if_time(can_wait=False)
         for _ in range(TRIES_MAX):
-            if not self._engine.is_due or self._stopped is not None:
+            if not self._engine.is_due or self._boundary.stopped is not None:
                 break
             if not self._run(self._engine.due_level()):
                 break
         self._hold()
-        if self._is_fenced:
+        if self._boundary.is_fenced:
             self._rejoin()
         # While a generation is on its way, every boundary is looked at.
-        self._has_news |= self.generations.newest_number > self._number
+        self._boundary.has_news |= self.generations.newest_number > self._number
 
     def _enter_if_time(self, *, can_wait: bool) -> bool:
         """Hand optimizer state over if it is wanted, and enter a generation whose step has come."""
@@ -305,12 +312,22 @@ class ElasticAverager:
             self._run(engine.plan.levels[-1])
         elif not engine.plan.levels:
             self._holds_model, self._lost_round = True, False
+        self._keep_step = math.inf if engine.plan.levels else engine.step_count
+
+    def _keep(self) -> None:
+        """Keep a snapshot while no other node has the model."""
+        engine, keeper = self._engine, self._keeper
+        if keeper is not None and len(engine.plan.topology.nodes) == 1:
+            keeper.keep(step=engine.step_count, generation=self._number)
+            self._keep_step = math.inf if engine.plan.levels else engine.step_count + keeper.period_steps
+        else:
+            self._keep_step = math.inf
 
     def _role(self) -> Role:
         engine = self._engine
         return Role(
             engine.step_count,
-            holds_model=self._holds_model and not self._is_fenced,
+            holds_model=self._holds_model and not self._boundary.is_fenced,
             is_hooked=engine.is_hooked,
             gradients=tuple(key.name for key in engine.gradient_keys),
             is_ending=self._is_ending,
@@ -344,6 +361,7 @@ class ElasticAverager:
             self._holds_model = True
             assert engine.agreed is not None
             self._is_ended |= engine.agreed.is_ending
+            self._keep()
             self._leave_if_drained()
         return True
 
@@ -387,7 +405,7 @@ class ElasticAverager:
 
     def _must_wait(self) -> bool:
         """Whether a rank whose loop has ended waits where it stands, for the next generation."""
-        if self._enter_if_time(can_wait=True) or self._stopped is not None or self._is_fenced:
+        if self._enter_if_time(can_wait=True) or self._boundary.stopped is not None or self._boundary.is_fenced:
             return False
         levels = self._engine.plan.levels
         is_dead = bool(levels) and self._engine.is_over(levels[-1])
@@ -403,7 +421,7 @@ class ElasticAverager:
         entering, in_doubt = self.generations.entering, self._engine.in_doubt
         if entering is not None and in_doubt is not None:
             return entering.entry.was_committed(*in_doubt)
-        return self._stopped is not None and self._stopped.is_success
+        return self._boundary.stopped is not None and self._boundary.stopped.is_success
 
     def _own_key(self, level: PlannedLevel) -> list[GroupKey]:
         key = self._engine.key_of(level)
@@ -417,13 +435,13 @@ class ElasticAverager:
 
     def _hold(self) -> None:
         """Wait while the job has too few nodes, or does not fit its hierarchy."""
-        while self._stopped is None and self._current is not None and self._current.generation.hold:
+        while self._boundary.stopped is None and self._current is not None and self._current.generation.hold:
             self._wait(
                 lambda: self._enter_if_time(can_wait=True) or self._has_passed(),
                 timeout_s=math.inf,
                 can_enter=True,
             )
-            if self._has_passed() or self._is_fenced:
+            if self._has_passed() or self._boundary.is_fenced:
                 # The others went on in a generation that this rank has missed.
                 return
 
@@ -436,9 +454,9 @@ class ElasticAverager:
         self._await_model()
 
     def _await_model(self) -> None:
-        while not self._holds_model and self._stopped is None:
+        while not self._holds_model and self._boundary.stopped is None:
             # Out once more while it waits: then it waits for a generation with its next incarnation.
-            self._is_fenced = False
+            self._boundary.is_fenced = False
             self._wait(
                 lambda: self._enter_if_time(can_wait=True) and self._holds_model,
                 timeout_s=math.inf,
@@ -447,7 +465,7 @@ class ElasticAverager:
             )
         if not self._holds_model:
             # The job is over, and this rank has no model: nothing it would do with it is right.
-            raise SystemExit(int(not (self._stopped and self._stopped.is_success)))
+            raise SystemExit(int(not (self._boundary.stopped and self._boundary.stopped.is_success)))
         self._hold()
 
     def _wait(
@@ -458,34 +476,8 @@ class ElasticAverager:
         can_enter: bool = False,
         cause: Cause = Cause.RECOVERY,
     ) -> bool:
-        """At a boundary, until something is as wanted, the job is over, this node is out, or time is up.
-
-        `can_enter`: a generation may be entered here. If that was said, everybody's word is waited for.
-        """
         with self._tally.spending(cause):
-            return self._wait_until(until, timeout_s=timeout_s, can_enter=can_enter)
-
-    def _wait_until(self, until: Callable[[], bool], *, timeout_s: float, can_enter: bool) -> bool:
-        deadline_s = time.monotonic() + timeout_s
-        generations = self.generations
-        was_waiting, self._is_waiting = self._is_waiting, can_enter
-        try:
-            while not until():
-                if generations.error is not None:
-                    raise generations.error
-                with generations.changed:
-                    left_s = deadline_s - time.monotonic()
-                    if left_s <= 0 and can_enter and generations.posted_step is not None:
-                        left_s = deadline_s + FENCE_WAIT_S - time.monotonic()
-                    if self._stopped is not None or self._is_fenced or left_s <= 0:
-                        self._is_waiting = was_waiting
-                        return False
-                    if not self._has_news:
-                        generations.changed.wait(min(left_s, POLL_S))
-                    self._has_news = False
-            return True
-        finally:
-            self._is_waiting = was_waiting
+            return self._boundary.wait(until, self.generations, timeout_s=timeout_s, can_enter=can_enter)
 
     @contextmanager
     def _busy(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ import logging
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType, TracebackType
 from typing import Self, SupportsFloat
@@ -38,11 +38,13 @@ from elastic_hieravg.membership.local import (
     Stop,
 )
 from elastic_hieravg.membership.messages import Adopted
+from elastic_hieravg.membership.snapshot_files import Owner, path_of
 from elastic_hieravg.metrics.catalogue import Cause, Link
 from elastic_hieravg.metrics.samples import Samples
 from elastic_hieravg.metrics.tally import Tally
 from elastic_hieravg.plan import Hierarchy, Node, Plan, Topology, fit
 from elastic_hieravg.worker.averager import ElasticAverager
+from elastic_hieravg.worker.keeping import Keeper
 from elastic_hieravg.worker.link import AgentLink
 
 # How often the agent is told how far this worker is. Without news too: one that waits is not silent, a frozen
@@ -145,6 +147,7 @@ class Job:
             raise MembershipError(Problem("the job has an averager already", "make one for each job"))
         self._check_hierarchy(hierarchy)
         observe = self._observed_too(observe)
+        model = model if isinstance(model, nn.Module) else list(model)
         engine = HierarchicalAverager(
             model,
             plan=self.plan,
@@ -164,6 +167,7 @@ class Job:
             on_change=self._changed,
             tally=self._tally,
             observe=observe,
+            keeper=self._keeper(model, optimizer) if engine.tensors else None,
         )
         with self._lock:
             self._averager = averager
@@ -271,6 +275,15 @@ class Job:
             self._close()
 
     # --- inside -----------------------------------------------------------------------------------------------
+
+    def _keeper(self, model: nn.Module | Sequence[Tensor], optimizer: Optimizer | None) -> Keeper | None:
+        """Replicas of a node are alike after a round of all: one of them is enough to keep."""
+        place, owner = self._place, Owner.parse(self._place.owner)
+        if owner is None or self.local_rank > 0:
+            return None
+        path = path_of(run_id=place.run_id, owner=owner, local_rank=self.local_rank)
+        period_steps = Hierarchy.parse(place.hierarchy).levels[-1].period_steps
+        return Keeper(model, optimizer, path=path, period_steps=period_steps)
 
     def _check_hierarchy(self, given: Hierarchy | str | None) -> None:
         """What the script asks for has to be what the job runs with."""

@@ -94,9 +94,14 @@ def read_role(text: str) -> Role:
 
 
 def sources_of(roles: Sequence[Role]) -> list[int]:
-    """The ranks whose state newcomers get; none if nobody is new. When the job starts, the lowest rank's."""
+    """The ranks whose state newcomers get; none if nobody is new.
+
+    If nobody holds the model, those that stand at the highest step, and the lowest rank when the job starts.
+    """
     holders = [rank for rank, role in enumerate(roles) if role.holds_model]
-    return [] if len(holders) == len(roles) else holders or [0]
+    step = max((role.step for role in roles), default=0)
+    first = [rank for rank, role in enumerate(roles) if role.step == step] if step else [0]
+    return [] if len(holders) == len(roles) else holders or first
 
 
 def missing_gradients(

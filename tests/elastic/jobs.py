@@ -28,7 +28,8 @@ POLL_S = 0.05
 LOG_SHOWN = 4000
 STACKS_S = 1.0
 SLOTS = 2
-HIERARCHY = "node=4,global=16"
+GLOBAL_STEPS = 16
+HIERARCHY = f"node=4,global={GLOBAL_STEPS}"
 # A newcomer does not wait long for others here.
 SETTLE = "--rdzv-conf=last_call_timeout=0.2"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.jobs import HIERAVG, SCRIPT, Line, RunningJob, running_job
+from tests.elastic.jobs import GLOBAL_STEPS, HIERAVG, SCRIPT, Line, RunningJob, running_job
 from tests.membership.etcd_servers import etcd_cluster
 
 DO_NOT_RETRY = 78
@@ -68,6 +68,39 @@ def test_zone_lost_and_node_of_another_size_joined(tmp_path: Path) -> None:
         assert newest(job, "c")["levels"] == ["node", "global"]
         job.finish()
         assert job.faults["node killed"] == 2
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_only_node_goes_on_from_its_own_snapshot(tmp_path: Path, slots: int) -> None:
+    """Nobody else has its model. A node that joins later gets it as from any other."""
+    with running_job(tmp_path / "job", slots=slots) as job:
+        job.start("a")
+        job.wait_for("a trains", lambda: has_stepped(job, "a", 40))
+        for _ in range(2):
+            before = newest(job, "a")
+            job.kill_worker("a", index=0)
+            pids = {line["pid"] for line in job.lines()}
+            job.wait_for("a trains again", lambda pids=pids: newest(job, "a")["pid"] not in pids)  # type: ignore[misc]
+            joined = [line for line in job.lines() if line["event"] == "joined" and line["pid"] not in pids]
+            assert len({line["digest"] for line in joined}) == 1
+            # It may have made some more steps before it was killed.
+            assert all(before["step"] - 2 * GLOBAL_STEPS < line["step"] for line in joined)
+        job.start("b")
+        job.await_together("a", "b")
+        job.finish()
+        assert job.faults["worker killed"] == 2
+    assert not [path for path in Path("/dev/shm").glob("hieravg-snapshot*") if owned_by(path, job)]
+
+
+def has_stepped(job: RunningJob, name: str, step: int) -> bool:
+    return any(
+        line["node"] == name and line["event"] == "step" and line["step"] >= step for line in job.lines()
+    )
+
+
+def owned_by(path: Path, job: RunningJob) -> bool:
+    """An agent's process id is in the names of its workers' files."""
+    return any(f".{node.process.pid}." in path.name for node in job.nodes.values())
 
 
 def test_job_that_does_not_fit_holds_and_a_spare_steps_in(tmp_path: Path) -> None:

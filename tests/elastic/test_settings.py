@@ -27,6 +27,8 @@ FLAGS = {
     "warmup_steps": "0",
     "warm": None,
     "label": [],
+    "metrics_port": None,
+    "metrics_host": None,
 }
 
 

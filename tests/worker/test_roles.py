@@ -27,6 +27,8 @@ HOLDS, LACKS = Role(5, holds_model=True), Role(0, holds_model=False)
         ([LACKS, HOLDS], [1]),
         # The job starts.
         ([LACKS, LACKS], [0]),
+        # Nobody holds the model; one has come far.
+        ([LACKS, Role(7, holds_model=False)], [1]),
     ],
 )
 def test_state_comes_from_those_who_hold_the_model(roles: list[Role], sources: list[int]) -> None:
