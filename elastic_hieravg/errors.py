@@ -10,6 +10,7 @@
     │   ├── StoreAwayError    nobody answered in time; what became of a write is not known
     │   ├── StoreDeniedError  it answered no: credentials, certificates, permissions
     │   └── LeaseLostError    a lease is over
+    ├── AgentAwayError        nobody who is asked for the status of a job answers
     ├── MembershipError       this node cannot be in the job, or the job is over
     └── AveragingError        a round that did not happen; no parameter changed
         ├── ParametersError   the tensors of this rank cannot be averaged
@@ -90,6 +91,10 @@ class StoreDeniedError(StoreError):
 
 class LeaseLostError(StoreError):
     """A lease is over, and every key with it."""
+
+
+class AgentAwayError(HierAvgError):
+    """Nobody answered at the address of an agent, or somebody who is none."""
 
 
 class MembershipError(HierAvgError):
