@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.jobs import GLOBAL_STEPS, HIERAVG, SCRIPT, Line, RunningJob, running_job
+from tests.elastic.jobs import GLOBAL_STEPS, HIERAVG, SCRIPT, Line, RunningJob, alive, running_job
 from tests.membership.etcd_servers import etcd_cluster
 
 DO_NOT_RETRY = 78
@@ -101,6 +101,39 @@ def has_stepped(job: RunningJob, name: str, step: int) -> bool:
 def owned_by(path: Path, job: RunningJob) -> bool:
     """An agent's process id is in the names of its workers' files."""
     return any(f".{node.process.pid}." in path.name for node in job.nodes.values())
+
+
+@pytest.mark.parametrize("told", ["0", ""])
+def test_rank_in_doubt_about_a_round_does_as_the_others_did(tmp_path: Path, told: str) -> None:
+    """c dies in the middle of its verdict. If a has heard it, a takes the result, and b does when it knows.
+
+    If nobody has, both keep what they had; either way all are alike after the step.
+    """
+    with running_job(tmp_path / "job", slots=1, hierarchy="global=16") as job:
+        job.start("a")
+        job.wait_for("a starts", lambda: bool(job.lines()))
+        job.start("b", "c")
+        job.await_together("a", "b", "c")
+        for _ in range(NUM_KILLS):
+            with job.surviving("a", "b"):
+                (lost,) = job.nodes["c"].workers()
+                job.order("c", f"die-in-verdict {told}")
+                job.wait_for("c is dead", lambda lost=lost: not alive([lost]))  # type: ignore[misc]
+                job.await_together("a", "b")
+                step = job.of(lost, "step")[-1]["step"] + 1
+                states = {
+                    line["node"]: line["state"]
+                    for line in job.lines()
+                    if line["event"] == "step" and line["step"] == step and line["node"] != "c"
+                }
+                assert len(states) == 2
+                assert states["a"] == states["b"], f"they went different ways at step {step}"
+                job.await_together("a", "b", "c")
+        job.finish()
+        assert job.faults["worker ordered to die-in-verdict"] == NUM_KILLS
+        ends = {line["node"]: line for line in job.lines() if line["event"] == "end"}
+        failed = {name: ends[name]["counts"].get("global failed", 0) for name in "ab"}
+        assert failed == {"a": 0 if told else NUM_KILLS, "b": NUM_KILLS}
 
 
 def test_job_that_does_not_fit_holds_and_a_spare_steps_in(tmp_path: Path) -> None:

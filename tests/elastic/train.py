@@ -1,7 +1,8 @@
 """A training script for the tests: a small model, steps of some 20 ms, and a line of JSON for each of them.
 
 A test gives orders to a running worker through a file named after its process: to raise, to hang, to make its
-model not finite, to be quiet, to exit. A file named `stop` ends the training loop.
+model not finite, to be quiet, to exit, to die in the middle of a verdict. A file named `stop` ends the training
+loop.
 """
 
 import argparse
@@ -10,15 +11,20 @@ import json
 import logging
 import math
 import os
+import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import elastic_hieravg as eh
+from elastic_hieravg.averaging.header import Agreement, Verdict
+from elastic_hieravg.averaging.mesh import RECORD_BYTES
+from elastic_hieravg.averaging.rounds import AveragingGroup
 from elastic_hieravg.events import Outcome, RoundDone
 
 
@@ -100,7 +106,7 @@ class Script:
                 together = {"digest": self.digest()} if self.is_together else {}
                 if flags.log_bytes:
                     logging.getLogger(__name__).warning("x" * flags.log_bytes)
-                self.say("step", loss=loss.item(), rounds=self.rounds, **together)
+                self.say("step", loss=loss.item(), rounds=self.rounds, state=self.digest(), **together)
         told = {name: getattr(averager, name) for name in ("num_committed", "num_retried", "num_skipped")}
         self.say("end", digest=self.digest(), counts=dict(self.counts), **told)
 
@@ -122,12 +128,27 @@ class Script:
                 next(self.model.parameters()).data.fill_(math.nan)
             case "exit":
                 sys.exit(int(argument))
+            case "die-in-verdict":
+                die_in_verdict([int(index) for index in argument.split()])
 
 
 def hang_here() -> None:
     """A function with a name that a dump of the stacks shows."""
     while True:
         time.sleep(1.0)
+
+
+def die_in_verdict(told: Sequence[int]) -> None:
+    """In the next round, tell the verdict to some of the ranks, and die before the others know it."""
+
+    def tell_and_die(group: AveragingGroup, _: Agreement, *, is_finite: bool) -> tuple[Verdict, ...]:
+        record = Verdict(is_finite, 0.0, 1.0).encode().ljust(RECORD_BYTES, b"\0")
+        for index in told:
+            group._mesh._sockets[index].send(record)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return ()
+
+    AveragingGroup._exchange_verdicts = tell_and_die  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":
