@@ -49,6 +49,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/averaging.py
 	$(BIN)/python benchmarks/rendezvous.py
 	$(BIN)/python benchmarks/recovery.py
+	$(BIN)/python benchmarks/metrics.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
