@@ -102,6 +102,7 @@ class Script:
                 self.optimizer.zero_grad()
                 time.sleep(flags.step_s)
                 averager.step(num_samples=8)
+                job.report(loss=loss.item(), rate=0.01)
                 # All replicas are alike behind a global round, and nowhere else.
                 together = {"digest": self.digest()} if self.is_together else {}
                 if flags.log_bytes:
