@@ -155,9 +155,13 @@ def _nodes() -> list[Panel]:
         ),
         lines(
             "Agents started anew by node",
-            "How often a node's counters began from 0 in an hour: its agent was started anew. It flaps if "
-            "this goes on.",
-            Query(f"resets({of(names.PRODUCTIVE_SECONDS)}[1h])", "{{node}}"),
+            "How often a node's agent was started anew within an hour: its counters began from 0, or it has a new "
+            "address. It flaps if this goes on.",
+            Query(
+                f"{total(f'resets({of(names.PRODUCTIVE_SECONDS)}[1h])', 'node')} "
+                f"+ count by (node) (present_over_time({of(names.GENERATION)}[1h])) - 1",
+                "{{node}}",
+            ),
             unit="short",
             bounds=Bounds(GREEN, ((4, RED),)),
             is_stepped=True,

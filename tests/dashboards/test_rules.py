@@ -1,7 +1,9 @@
 """Recording and alerting rules: of the catalogue, explained in the runbook, shown to fire and not to."""
 
+import json
 import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from dashboards.training import EXPOSED_BUDGET
 from tests.dashboards.expressions import (
     DASHBOARDS,
     FOLDER,
+    TARGET_LABELS,
     labels_of,
     of_rules,
     panels_of,
@@ -49,6 +52,20 @@ def test_promtool_accepts_the_rules() -> None:
 @promtool
 def test_every_alert_fires_when_it_should_and_only_then() -> None:
     assert "SUCCESS" in run_promtool("test", "rules", CASES)
+
+
+@promtool
+def test_the_readme_shows_how_to_scrape_and_load_them(tmp_path: Path) -> None:
+    text = (FOLDER.parent / "README.md").read_text()
+    (settings,) = re.findall(r"```yaml\n(# prometheus\.yml\n.*?)```", text, re.DOTALL)
+    (targets,) = re.findall(r"```json\n(\[\n  \{\"targets\".*?)```", text, re.DOTALL)
+    assert {frozenset(each["labels"]) for each in json.loads(targets)} == {TARGET_LABELS}
+    (tmp_path / "prometheus.yml").write_text(settings)
+    (tmp_path / "hieravg.json").write_text(targets)
+    (tmp_path / "dashboards").symlink_to(FOLDER)
+    told = run_promtool("check", "config", tmp_path / "prometheus.yml")
+    assert f"{len(ALERTS) + len(RECORDED)} rules found" in told
+    assert f"{len(ALERTS)} alerts" in text
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=names_of)
