@@ -72,6 +72,10 @@ class Tally:
             # The step that is being made goes on where it was.
             self._resumed_s = before_s + seconds
 
+    def begin(self) -> None:
+        """Time counts from here on. What was before is counted by whoever started this worker."""
+        self._resumed_s = self._clock()
+
     def resume(self, cause: Cause) -> None:
         """The time since the last step, or since the beginning, went into this; the next step begins now."""
         now_s = self._clock()

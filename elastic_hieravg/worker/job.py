@@ -248,14 +248,7 @@ class Job:
     def __enter__(self) -> Self:
         if self._place.socket is not None:
             faulthandler.register(STACKS_SIGNAL, all_threads=True, chain=True)
-            self._link = AgentLink(
-                self._place.socket,
-                token=self._place.token,
-                local_rank=self._place.local_rank,
-                on_message=self._told,
-            )
-            self._reporter = threading.Thread(target=self._report, name="hieravg-progress", daemon=True)
-            self._reporter.start()
+            self._tell_agent(self._place.socket, self._place.token)
         return self
 
     def __exit__(
@@ -275,6 +268,13 @@ class Job:
             self._close()
 
     # --- inside -----------------------------------------------------------------------------------------------
+
+    def _tell_agent(self, socket: str, token: str) -> None:
+        """Be connected to this worker's agent from now on, and tell it how far this worker is."""
+        self._tally.begin()
+        self._link = AgentLink(socket, token=token, local_rank=self._place.local_rank, on_message=self._told)
+        self._reporter = threading.Thread(target=self._report, name="hieravg-progress", daemon=True)
+        self._reporter.start()
 
     def _keeper(self, model: nn.Module | Sequence[Tensor], optimizer: Optimizer | None) -> Keeper | None:
         """Replicas of a node are alike after a round of all: one of them is enough to keep."""

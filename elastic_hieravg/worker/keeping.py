@@ -60,7 +60,7 @@ class Keeper:
         except OSError as exc:
             self._warn(
                 f"no snapshot of step {step} can be kept in /dev/shm: {exc}. If this node's workers start anew "
-                "while it is the only one, they begin again. Give /dev/shm twice the room of model and optimizer"
+                "while it is alone, they begin again. Give /dev/shm twice the size of model and optimizer"
             )
         else:
             if self._kept.left_out:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from elastic_hieravg.averaging.averager import HierarchicalAverager
 from elastic_hieravg.averaging.groups import NodeWorld
-from elastic_hieravg.config import TORCHRUN_VARIABLE, Asked, RestartPlace, WorkerPlace
+from elastic_hieravg.config import TORCHRUN_VARIABLE, Asked, RestartPlace, WorkerPlace, read_metrics_place
 from elastic_hieravg.errors import MembershipError, PeerLostError, Problem, UsageError
 from elastic_hieravg.events import Observe, ignore
 from elastic_hieravg.membership.snapshot_files import Owner, find_agent, path_of, paths_of, remove_stale
@@ -50,6 +50,7 @@ from elastic_hieravg.worker.meeting import (
     exchange,
     meet,
 )
+from elastic_hieravg.worker.serving import WorkerEndpoint
 from elastic_hieravg.worker.snapshots import Kept, Snapshot, SnapshotFile, read_snapshots
 
 # A worker whose agent is gone has nobody to tell.
@@ -125,6 +126,7 @@ class RestartedJob(Job):
         try:
             remove_stale(time.time())
             self._meet()
+            self._be_measured()
         except BaseException:
             self._close()
             raise
@@ -138,6 +140,20 @@ class RestartedJob(Job):
             self._ended()
 
     # --- inside -----------------------------------------------------------------------------------------------
+
+    def _be_measured(self) -> None:
+        """Tell the agent what is measured if it takes that; otherwise serve it."""
+        place = self._attempt
+        if place.socket:
+            self._tell_agent(place.socket, place.token)
+            return
+        self._tally.begin()
+        where = read_metrics_place()
+        if where is not None:
+            endpoint = WorkerEndpoint(
+                where, local_rank=self._slot, samples=self._samples, world_size=lambda: self.world_size
+            )
+            self._closers.append(endpoint.close)
 
     def _meet(self) -> None:
         place = self._attempt
