@@ -40,6 +40,7 @@ WOBBLE = 1.05
 LEFT_CODE = 143
 SHARED_MEMORY = Path("/dev/shm")
 GAPS_SHOWN = 10
+TAKEN_OUT = "was taken out of the job while it lives"
 
 WORKER, HUNG, STOPPED, NAN = "worker killed", "worker hung", "worker frozen", "NaN in one replica"
 KILLED, TWO, LEFT = "node killed and restarted", "two nodes killed at once", "SIGTERM and replaced"
@@ -292,6 +293,11 @@ def report(nemesis: Nemesis, *, took_s: float, num_steps: int) -> None:
         at_s, what = before[-1] if before else (0.0, "nothing")
         print(f"- {gap.seconds:.2f} s, {gap.node} at step {gap.step}, {gap.at_s - at_s:.1f} s after: {what}")
     print(f"\n{len(watch.gaps)} gaps were longer than 0.5 s.")
+    num_out = sum(nemesis.job.log(name).count(TAKEN_OUT) for name in NAMES)
+    num_meant = nemesis.counts[LONG]
+    print(
+        f"Nodes were taken out while they lived {num_out} times; {num_meant} were frozen longer than the lease."
+    )
 
 
 @contextlib.contextmanager
