@@ -266,7 +266,7 @@ def _changes_as_annotations() -> list[Builder[model.AnnotationQuery]]:
         return _Built(made)
 
     return [
-        annotation("Nodes lost", 'reason="loss"', RED, "a generation without a lost node"),
+        annotation("Nodes gone", 'reason="loss"', RED, "a generation without a node that was lost or left"),
         annotation("Nodes joined", 'reason="join"', GREEN, "a generation with new nodes"),
         annotation(
             "Other generations", 'reason!~"loss|join"', BLUE, "a generation with the same nodes, or the first"

@@ -35,8 +35,8 @@ VALUES: Mapping[tuple[str, str], frozenset[str]] = {
     (names.WORKER_RESTARTS, "reason"): frozenset(RestartReason),
     (names.PLAN_NOTES, "kind"): frozenset(NoteKind),
 }
-# What a person chooses at the top of a dashboard.
-CHOSEN = frozenset({"$training_job", "$node", "$level", ".+"})
+# What a person chooses at the top of a dashboard, or an alert puts into its text.
+CHOSEN = frozenset({"$training_job", "$node", "$level", "$reason", ".+"})
 _LABEL_VALUES = re.compile(r"label_values\((?P<series>.+), (?P<label>\w+)\)")
 _SET_OPERATORS = frozenset({"and", "or", "unless"})
 
@@ -100,10 +100,9 @@ def of_rules() -> list[Expression]:
         for name, text in rule.get("annotations", {}).items():
             legend = " ".join(f"{{{{{label}}}}}" for label in re.findall(r"\$labels\.(\w+)", text))
             found.append(Expression(f"{rule['alert']}: {name}", "alert", rule["expr"], legend))
-            found += [
-                Expression(f"{rule['alert']}: in {name}", "text", asked.replace("%s", "$training_job"))
-                for asked in re.findall(r'printf "([^"]+)"(?: \$labels\.\w+)+ \| query', text)
-            ]
+            for asked, labels in re.findall(r'printf "([^"]+)"((?: \$labels\.\w+)+) \| query', text):
+                chosen = tuple(f"${label}" for label in re.findall(r"\.(\w+)", labels))
+                found.append(Expression(f"{rule['alert']}: in {name}", "text", asked % chosen))
     return found
 
 

@@ -130,7 +130,7 @@ def _variables(dashboard: dict[str, Any]) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_changes_are_annotated_on_all_panels(name: str) -> None:
     annotations = read_dashboard(name)["annotations"]["list"]
-    assert [each["name"] for each in annotations] == ["Nodes lost", "Nodes joined", "Other generations"]
+    assert [each["name"] for each in annotations] == ["Nodes gone", "Nodes joined", "Other generations"]
     for annotation in annotations:
         assert annotation["enable"]
         assert "filter" not in annotation, "it would be on some panels only"

@@ -1,5 +1,6 @@
 """A real Prometheus looks at a real job of three nodes, in which a worker dies, a replica is spoilt, and a node
-is killed and comes back. Every expression of every panel, variable, annotation and rule is run against it.
+is killed, comes back, and leaves in the end. Every expression of every panel, variable, annotation and rule is
+run against it.
 """
 
 import re
@@ -29,6 +30,7 @@ HIERARCHY = "node=4,zone=8,global=16"
 ZONES = {"a": "z1", "b": "z1", "c": "z2"}
 # Enough scrapes for a rate, at any moment.
 WINDOW = "5s"
+LEFT = 143
 # What Prometheus adds of itself.
 OWN_LABELS = {"__name__", "instance", "job"}
 _PORT = re.compile(r"metrics and status of this node: http://[^ ]*:(\d+)/")
@@ -49,7 +51,7 @@ class Observed:
     ports: dict[str, int]
 
     def fill_in(self, expr: str) -> str:
-        """What Grafana puts in for its variables."""
+        """What Grafana puts in for its variables, and an alert for its labels."""
         seconds = int(self.end_s - self.begin_s)
         for name, value in {
             "$__rate_interval": WINDOW,
@@ -57,6 +59,7 @@ class Observed:
             "$training_job": self.job.run_id,
             "$node": ".+",
             "$level": ".+",
+            "$reason": "killed",
         }.items():
             expr = expr.replace(name, value)
         return expr
@@ -110,7 +113,10 @@ def _live_through(server: PrometheusServer, job: RunningJob) -> Observed:
         "the steps of all are seen",
         lambda: len(server.query(f"sum by (node) (rate({names.STEPS}[{WINDOW}])) > 0")) == 3,
     )
-    assert job.faults == {"worker ordered to nan": 1, "worker killed": 1, "node killed": 1}
+    assert job.terminate("c") == LEFT
+    _await_nodes(server, training=2, lost=0)
+    faults = {"worker ordered to nan": 1, "worker killed": 1, "node killed": 1, "node asked to leave": 1}
+    assert job.faults == faults
     return Observed(server, job, begin_s, killed_s, back_s, time.time(), ports)
 
 
@@ -131,9 +137,9 @@ def _await_nodes(server: PrometheusServer, *, training: int, lost: int) -> None:
     def is_seen() -> bool:
         found = {
             state: {series.values[0] for series in server.query(f'{names.NODES}{{state="{state}"}}')}
-            for state in ("training", "lost")
+            for state in ("training", "lost", "leaving")
         }
-        return found == {"training": {training}, "lost": {lost}}
+        return found == {"training": {training}, "lost": {lost}, "leaving": {0}}
 
     server.wait_for(f"{training} nodes train and {lost} are lost", is_seen)
 
@@ -222,7 +228,7 @@ def test_the_change_is_seen_in_the_generation_and_annotated(observed: Observed) 
     assert series.values == sorted(series.values)
     assert series.values[-1] == observed.job.newest("a")
     kinds = [made.kind for made in observed.job.generations("a")]
-    assert (kinds.count("loss"), kinds[0]) == (2, "start")
+    assert (kinds[0], kinds.count("loss"), kinds.count("round")) == ("start", 3, 1)
     for reason, around_s in (("loss", observed.killed_s), ("join", observed.back_s)):
         (shown,) = _annotated(observed, reason)
         assert any(abs(at_s - around_s) < 15 for at_s, _ in shown.points), (reason, shown, around_s)
@@ -243,7 +249,7 @@ def test_all_phases_of_the_recovery_are_told(observed: Observed) -> None:
 
 
 def test_promtool_finds_nothing_wrong_with_the_metrics(observed: Observed) -> None:
-    with urllib.request.urlopen(f"http://127.0.0.1:{observed.ports['c']}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{observed.ports['a']}/metrics", timeout=30) as answer:
         text = answer.read()
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=text, capture_output=True, timeout=60, check=False
