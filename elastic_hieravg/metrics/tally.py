@@ -87,7 +87,9 @@ class Tally:
         level, link = done.level, self._link_of(done.level, done.link)
         with self._lock:
             counters = self._counters
-            counters[names.ROUNDS, (level, done.outcome)] += 1
+            # Every outcome is there from a level's first round on: an increase over the first failure needs the 0.
+            for outcome in Outcome:
+                counters[names.ROUNDS, (level, outcome)] += outcome is done.outcome
             counters[names.EXPOSED_SECONDS, (level,)] += done.seconds
             counters[names.STRAGGLER_SECONDS, (level,)] += done.wait_seconds
             counters[names.NONFINITE, ()] += done.num_nonfinite

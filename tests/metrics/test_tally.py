@@ -123,6 +123,12 @@ def test_rounds_are_counted_by_level_and_outcome(tally: Tally) -> None:
     assert samples.rounds["zone"] == LastRound(32, 0.0, 0, "!", "skipped", 1e9)
 
 
+def test_every_outcome_is_there_from_the_first_round_on(tally: Tally) -> None:
+    tally.round_done(RoundDone("node", 4, Outcome.COMMITTED))
+    found = {labels: n for (name, labels), n in taken(tally).counters.items() if name == names.ROUNDS}
+    assert found == {("node", outcome): float(outcome is Outcome.COMMITTED) for outcome in Outcome}
+
+
 def test_what_is_told_is_what_is_read(tally: Tally, clock: Clock) -> None:
     clock.sleep(0.1)
     tally.step(1)
