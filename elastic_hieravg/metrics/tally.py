@@ -87,7 +87,7 @@ class Tally:
         level, link = done.level, self._link_of(done.level, done.link)
         with self._lock:
             counters = self._counters
-            # Every outcome is there from a level's first round on: an increase over the first failure needs the 0.
+            # Every outcome is there from a level's first round on: the increase to a first failure needs a 0.
             for outcome in Outcome:
                 counters[names.ROUNDS, (level, outcome)] += outcome is done.outcome
             counters[names.EXPOSED_SECONDS, (level,)] += done.seconds
