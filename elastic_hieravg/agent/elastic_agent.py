@@ -23,8 +23,10 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 
 from elastic_hieravg.agent.node import InPlaceNode
+from elastic_hieravg.agent.telemetry import Telemetry
 from elastic_hieravg.agent.warm_pool import WarmPool
 from elastic_hieravg.membership.records import Closing
+from elastic_hieravg.metrics.catalogue import RestartReason
 
 EXIT_DONE, EXIT_FAILED = 0, 1
 # Starting it again is of no use; from a worker, and from an agent.
@@ -129,6 +131,7 @@ class InPlaceAgent(LocalElasticAgent):
         self._has_started = False
         self._signals: list[int] = []
         self._last_raised = ""
+        self._has_hung = False
 
     # --- what torch's agent calls -----------------------------------------------------------------------------
 
@@ -172,6 +175,7 @@ class InPlaceAgent(LocalElasticAgent):
         while True:
             time.sleep(group.spec.monitor_interval)
             result: RunResult = self._monitor_workers(group)
+            self._node.telemetry.looked()
             group.state = result.state
             if self._is_over(result) or (self._signals and self._leave()):
                 self._stop_workers(group)
@@ -225,6 +229,7 @@ class InPlaceAgent(LocalElasticAgent):
         _log.warning("leaving on %s", signal.Signals(self._signals[0]).name)
         self._node.drain()
         while not self._node.is_drained and time.monotonic() < deadline_s and len(self._signals) < 2:
+            self._node.telemetry.looked()
             time.sleep(POLL_S)
         if not self._node.is_drained:
             _log.warning("there was no time for one more round: what this node did since the last one is lost")
@@ -253,6 +258,9 @@ class InPlaceAgent(LocalElasticAgent):
         _log.warning(
             "the workers start anew (%s); %s more times without progress", codes, self._remaining_restarts
         )
+        why = RestartReason.RAISED if raised else _reason(codes)
+        self._node.telemetry.restarted(RestartReason.HUNG if self._has_hung else why)
+        self._has_hung = False
         return True
 
     def _give_up(self, why: str, *, is_hopeless: bool) -> bool:
@@ -273,11 +281,42 @@ class InPlaceAgent(LocalElasticAgent):
         if hung is None:
             return
         local_rank, process_id, seconds = hung
+        self._has_hung = True
         _log.error("worker %s (process %s) made no step for %.0f s: killed", local_rank, process_id, seconds)
         with contextlib.suppress(ProcessLookupError):
             os.kill(process_id, STACKS_SIGNAL)
             time.sleep(STACKS_S)
             os.kill(process_id, signal.SIGKILL)
+
+
+class RestartingAgent(LocalElasticAgent):
+    """torch's own agent, as it is; `telemetry` is told what it does."""
+
+    def __init__(self, telemetry: Telemetry, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._telemetry = telemetry
+        self._last_seen: RunResult | None = None
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        with self._telemetry.meeting():
+            super()._rendezvous(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._telemetry.looked()
+        self._last_seen = super()._monitor_workers(worker_group)
+        return self._last_seen
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        seen = self._last_seen
+        if seen is None or seen.state is WorkerState.HEALTHY:
+            self._telemetry.restarted(RestartReason.MEMBERSHIP)
+        else:
+            self._telemetry.restarted(_reason([failure.exitcode for failure in seen.failures.values()]))
+        super()._restart_workers(worker_group)
+
+
+def _reason(codes: list[int]) -> RestartReason:
+    return RestartReason.RAISED if any(code > 0 for code in codes) else RestartReason.KILLED
 
 
 def _free_port() -> int:

@@ -6,13 +6,15 @@ only while every one of its workers is connected and ready.
 """
 
 import logging
+import os
 import threading
 import time
 
 from elastic_hieravg.agent.channel import WorkerChannel
 from elastic_hieravg.agent.hangs import AwakeClock, Pulse
-from elastic_hieravg.config import HIERARCHY_VARIABLE
-from elastic_hieravg.membership.decisions import Policy
+from elastic_hieravg.agent.telemetry import Telemetry
+from elastic_hieravg.config import HIERARCHY_VARIABLE, OWNER_VARIABLE
+from elastic_hieravg.membership.decisions import Policy, View
 from elastic_hieravg.membership.embedded import EmbeddedServer
 from elastic_hieravg.membership.kv import KeyValue
 from elastic_hieravg.membership.local import (
@@ -25,6 +27,7 @@ from elastic_hieravg.membership.local import (
     Follow,
     FromWorker,
     Hello,
+    Measured,
     Progress,
     Raised,
     Ready,
@@ -33,16 +36,19 @@ from elastic_hieravg.membership.local import (
 from elastic_hieravg.membership.messages import Adopted, Candidate, Ended, Failed, Fenced, Notice, Warned
 from elastic_hieravg.membership.records import Closing, Kind, StoreOffer
 from elastic_hieravg.membership.service import Membership, Status, StoreAway, StoreBack
+from elastic_hieravg.membership.snapshot_files import Owner, remove_of, remove_stale
 from elastic_hieravg.plan import change_text, difference
 
 POLL_S = 1.0
 CLOSE_TIMEOUT_S = 10.0
+# Nobody watches the store of the groups.
+GROUPS_HISTORY_MAX = 100
 
 _log = logging.getLogger(__name__)
 
 
 class InPlaceNode:
-    """`variables` is what the workers need in their environment."""
+    """`variables` is what the workers need in their environment. `telemetry` is told of everything."""
 
     def __init__(
         self,
@@ -52,8 +58,10 @@ class InPlaceNode:
         run_id: str,
         policy: Policy,
         lease_ttl_s: float,
+        telemetry: Telemetry,
         hang_timeout_s: float | None = None,
     ) -> None:
+        self.telemetry = telemetry
         self._hang_timeout_s = hang_timeout_s
         self._policy = policy
         self._address = candidate.address
@@ -73,11 +81,22 @@ class InPlaceNode:
         self._told = 0
         self._adopted: Adopted | None = None
         self._closed = threading.Event()
-        self._groups = EmbeddedServer(candidate.address, 0, run_id="groups")
+        self._groups = EmbeddedServer(candidate.address, 0, run_id="groups", history_max=GROUPS_HISTORY_MAX)
         self._channel = WorkerChannel(on_message=self._heard, on_gone=self._gone)
-        self.variables = self._channel.variables | {HIERARCHY_VARIABLE: str(policy.job.hierarchy)}
+        self._owner = Owner.of_process(os.getpid())
+        self.variables = self._channel.variables | {
+            HIERARCHY_VARIABLE: str(policy.job.hierarchy),
+            OWNER_VARIABLE: str(self._owner),
+        }
+        remove_stale(time.time())
         self._membership = Membership(
-            kv, candidate, run_id=run_id, policy=policy, lease_ttl_s=lease_ttl_s, observe=self._observe
+            kv,
+            candidate,
+            run_id=run_id,
+            policy=policy,
+            lease_ttl_s=lease_ttl_s,
+            observe=self._observe,
+            on_view=self._viewed,
         )
         self._relay = threading.Thread(target=self._follow, name="hieravg-relay", daemon=True)
         self._relay.start()
@@ -119,6 +138,18 @@ class InPlaceNode:
     def is_newcomer(self) -> bool:
         """Whether there are others, in a job of which this node has never been a part."""
         return not self._has_ever_stepped and self.status.newest_number > 0 and self.status.num_others > 0
+
+    def why_not_ready(self) -> str:
+        """Why this node does not work in the newest generation; nothing if it does."""
+        status = self._membership.status
+        if status.ended is not None or status.error is not None:
+            return "the job is over"
+        if status.adopted is None or not status.is_listed:
+            return f"this node is in no generation: {status.decision.reason}"
+        number = status.newest_number
+        with self._lock:
+            behind = [rank for rank in range(self._slots) if self._entered.get(rank, 0) < number]
+        return f"workers {behind} are not in generation {number} yet" if behind else ""
 
     def hung_worker(self) -> tuple[int, int, float] | None:
         """A worker that hangs: its local rank, its process id, and for how long it has stood still."""
@@ -162,10 +193,15 @@ class InPlaceNode:
         self._membership.close()
         self._channel.close()
         self._groups.close()
+        if self._owner is not None:
+            remove_of(self._owner)
 
     # --- from the workers -------------------------------------------------------------------------------------
 
     def _heard(self, local_rank: int, process_id: int, message: FromWorker) -> None:
+        if isinstance(message, Measured):
+            self.telemetry.measured(local_rank, process_id, message.samples)
+            return
         with self._lock:
             match message:
                 case Ready():
@@ -176,6 +212,7 @@ class InPlaceNode:
                     self._entered[local_rank] = number
                     if len(self._entered) == self._slots:
                         self._membership.enter(min(self._entered.values()))
+                        self.telemetry.entered(min(self._entered.values()))
                 case Broken(group):
                     self._membership.report_broken(group)
                 case _:
@@ -186,6 +223,7 @@ class InPlaceNode:
         match message:
             case Hello():
                 self._pids[local_rank] = process_id
+                self.telemetry.worker_came(local_rank, process_id)
             case Progress(step, is_excused):
                 pulse = self._pulses.setdefault(local_rank, Pulse(self._hang_timeout_s))
                 pulse.report(self._clock.read(time.monotonic()), step=step, is_excused=is_excused)
@@ -198,9 +236,11 @@ class InPlaceNode:
             case Bye():
                 self._done.add(local_rank)
                 self.done_s = time.monotonic()
+                self.telemetry.worker_done(local_rank)
 
     def _gone(self, local_rank: int, process_id: int) -> None:
         """A worker's connection ended. Known at once here; its exit code comes later."""
+        self.telemetry.worker_gone(local_rank, process_id)
         with self._lock:
             if self._pids.get(local_rank) != process_id or local_rank in self._done:
                 return
@@ -218,7 +258,14 @@ class InPlaceNode:
 
     # --- from the membership ----------------------------------------------------------------------------------
 
+    def _viewed(self, view: View) -> None:
+        self.telemetry.viewed(view, self._ended_s)
+
+    def _ended_s(self, incarnation: str) -> float | None:
+        return self._membership.ended_s(incarnation)
+
     def _observe(self, notice: Notice | StoreAway | StoreBack) -> None:
+        self.telemetry.noticed(notice)
         match notice:
             case Adopted(generation):
                 self._log_change(notice)

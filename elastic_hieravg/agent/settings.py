@@ -5,7 +5,14 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elastic_hieravg.config import host_name, read_modules, read_node_labels, read_steps
+from elastic_hieravg.config import (
+    MetricsPlace,
+    host_name,
+    read_metrics_place,
+    read_modules,
+    read_node_labels,
+    read_steps,
+)
 from elastic_hieravg.errors import Problem, UsageError, raise_if_any
 from elastic_hieravg.membership.decisions import Policy
 from elastic_hieravg.membership.etcd_client import EtcdSettings
@@ -44,7 +51,10 @@ class Embedded:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """`hang_timeout_s` is None if it follows the worker's own steps. `warm`: modules, none if not wanted."""
+    """`hang_timeout_s` is None if it follows the worker's own steps. `warm`: modules, none if not wanted.
+
+    `metrics`: where this node's metrics are served, None if nowhere.
+    """
 
     run_id: str
     store: Embedded | EtcdSettings
@@ -54,6 +64,7 @@ class RunSettings:
     grace_s: float
     hang_timeout_s: float | None
     warm: tuple[str, ...] = ()
+    metrics: MetricsPlace | None = None
 
 
 def read_run_settings(
@@ -82,6 +93,7 @@ def read_run_settings(
     store = gather(lambda: _store(flags, texts, nodes_max=nodes_max), problems)
     job = gather(lambda: _job(flags, nodes_min=nodes_min, nodes_max=nodes_max), problems)
     warm = gather(lambda: read_modules(flags.warm, flag="--warm") if flags.warm else (), problems)
+    metrics = gather(lambda: read_metrics_place(flags.metrics_port, flags.metrics_host), problems)
     # A node that cannot be is refused here, before anything is started.
     node = gather(lambda: Node(flags.node_id or host_name(), slots, read_node_labels(flags.label)), problems)
     address = None if store is None else gather(lambda: flags.local_addr or _address(store), problems)
@@ -101,6 +113,7 @@ def read_run_settings(
         seconds["grace_s"],
         None if given["hang_timeout_s"] is None else seconds["hang_timeout_s"],
         warm or (),
+        metrics,
     )
 
 

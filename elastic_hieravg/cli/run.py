@@ -19,11 +19,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def main(arguments: Sequence[str]) -> int:
-    import logging  # noqa: PLC0415
-
     from torch.distributed.run import config_from_args, get_args_parser  # noqa: PLC0415
 
     from elastic_hieravg.agent.launch import launch  # noqa: PLC0415
+    from elastic_hieravg.agent.logs import set_up_logs  # noqa: PLC0415
     from elastic_hieravg.agent.settings import read_run_settings  # noqa: PLC0415
 
     parser = get_args_parser()
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
             parser.set_defaults(**{name: value})
     _add_flags(parser)
     flags = parser.parse_args(list(arguments))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    facts = set_up_logs(flags.log_format)
     if flags.standalone:
         flags.rdzv_backend = TORCHRUN_DEFAULTS["rdzv_backend"]
     config, entrypoint, script_arguments = config_from_args(flags)
@@ -45,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         slots=config.nproc_per_node,
         conf=config.rdzv_configs,
     )
-    return launch(settings, config, entrypoint, script_arguments)
+    return launch(settings, config, entrypoint, script_arguments, facts=facts)
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +69,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--grace-s", "25", "how long this node may take to leave on SIGTERM")
     add("--warmup-steps", "0", "so many steps are synchronous at the start")
+    add("--metrics-port", None, "where this node's metrics are served: a port (9400), auto, or off")
+    add("--metrics-host", None, "the address they are served at: 127.0.0.1, or 0.0.0.0 in a pod")
+    add("--log-format", "plain", "plain, or json: one object a line")
     add("--warm", None, "have processes wait that have imported these modules: torch, or torch,my.module")
     ours.add_argument(
         "--label", action="append", default=[], metavar="KEY=VALUE", help="a label of this node; repeatable"

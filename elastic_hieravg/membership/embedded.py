@@ -18,7 +18,7 @@ from elastic_hieravg.errors import LeaseLostError, Problem, StoreAwayError, Stor
 from elastic_hieravg.membership.embedded_watch import EmbeddedWatch
 from elastic_hieravg.membership.frames import RECEIVE_BYTES, Decoder, FrameError, Stream, encode
 from elastic_hieravg.membership.kv import Snapshot, Write
-from elastic_hieravg.membership.ledger import Ledger, lease_lost
+from elastic_hieravg.membership.ledger import HISTORY_MAX, Ledger, lease_lost
 from elastic_hieravg.membership.wire import (
     changes_message,
     raise_if_away,
@@ -63,7 +63,8 @@ class EmbeddedServer:
     """Serves one run's store in a thread of its own until closed.
 
     With a `steward` it may also stand by: it then answers what the steward answers, and no call to the store.
-    `server_id` is this server's alone, whatever was or will be at its address.
+    `server_id` is this server's alone, whatever was or will be at its address. `history_max`: how many changes
+    are kept for those who watch.
     """
 
     def __init__(
@@ -75,12 +76,13 @@ class EmbeddedServer:
         clock: Callable[[], float] = time.monotonic,
         steward: Steward | None = None,
         is_serving: bool = True,
+        history_max: int = HISTORY_MAX,
     ) -> None:
         self._run_id = run_id
         self._clock = clock
         self._steward = steward
         self.server_id = secrets.token_hex(8)
-        self._ledger = Ledger(first_lease_id=new_lease_id())
+        self._ledger = Ledger(history_max=history_max, first_lease_id=new_lease_id())
         self._is_serving = is_serving
         self._orders: queue.SimpleQueue[Ledger | None] = queue.SimpleQueue()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -58,6 +58,8 @@ RETRY_S = 0.1
 RETRY_MAX_S = 2.0
 IDLE_S = 1.0
 POLL_S = 0.1
+# Of so many incarnations it is remembered when their process ended.
+ENDED_REMEMBERED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,10 @@ class Status:
 
 
 class Membership:
-    """`candidate` is the node as it asks to be in the job; its door's port is filled in here."""
+    """`candidate` is the node as it asks to be in the job; its door's port is filled in here.
+
+    `on_view` is told, in the driving thread, whenever what this node sees of the job has changed.
+    """
 
     def __init__(
         self,
@@ -103,11 +108,14 @@ class Membership:
         policy: Policy,
         lease_ttl_s: float = LEASE_TTL_S,
         observe: Observe = lambda _: None,
+        on_view: Callable[[View], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._kv = kv
         self._clock = clock
         self._observe = observe
+        self._on_view = on_view
+        self._ended_s: dict[str, float] = {}
         self._lease_ttl_s = lease_ttl_s
         self._inputs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = threading.Event()
@@ -191,6 +199,10 @@ class Membership:
         """Whether the newest generation has lost somebody, as `decisions.has_lost_member`."""
         view = self._view
         return view is not None and has_lost_member(self._clock(), view=view, policy=self._member.policy)
+
+    def ended_s(self, incarnation: str) -> float | None:
+        """When this node saw the process of an incarnation end, by its own clock; None if it did not."""
+        return self._ended_s.get(incarnation)
 
     def wait(self, until: Callable[[Status], bool], *, timeout_s: float) -> bool:
         """Until the status is as wanted; False if it is not in time."""
@@ -304,6 +316,8 @@ class Membership:
         if view is not self._view:
             self._view = view
             self._mind_doors()
+            if view is not None:
+                self._on_view(view)
         if status != self.status:
             with self._changed:
                 self.status = status
@@ -343,12 +357,12 @@ class Membership:
         return incarnation
 
     def _told_of_death(self, door: Door, why: str) -> None:
-        self._post(self._suspect, door, why)
+        self._post(self._suspect, door, why, self._clock())
 
     def _told_of_life(self, door: Door) -> None:
         self._post(self._yield_name, door)
 
-    def _suspect(self, door: Door, why: str) -> None:
+    def _suspect(self, door: Door, why: str, ended_s: float) -> None:
         """Everything that was registered at this door is gone."""
         nodes = self._member.mirror.nodes
         order, now_s = sorted(nodes), self._clock()
@@ -356,6 +370,9 @@ class Membership:
             if (record.address, record.port) == (door.address, door.port):
                 turn = turn_of(self._member.node.node_id, watched=node_id, node_ids=order)
                 self._member.suspect(now_s, record.node.incarnation, why=why, turn=turn)
+                self._ended_s[record.node.incarnation] = ended_s
+        while len(self._ended_s) > ENDED_REMEMBERED:
+            del self._ended_s[next(iter(self._ended_s))]
 
     def _yield_name(self, door: Door) -> None:
         rival = self._member.rival

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import TCPStore
@@ -27,12 +28,12 @@ from torch.distributed.elastic.utils.logging import get_logger
 
 from elastic_hieravg.config import NODE_ID_VARIABLE, OWNER_VARIABLE, export
 from elastic_hieravg.errors import HierAvgError, StoreError
-from elastic_hieravg.membership.decisions import Action, Policy
+from elastic_hieravg.membership.decisions import Action, Policy, View
 from elastic_hieravg.membership.etcd import EtcdKeyValue
 from elastic_hieravg.membership.kv import KeyValue
 from elastic_hieravg.membership.messages import Adopted, Candidate, Fenced, Notice, Warned
 from elastic_hieravg.membership.records import Closing, StoreOffer
-from elastic_hieravg.membership.service import Membership, Status, StoreAway, StoreBack
+from elastic_hieravg.membership.service import Membership, Observe, Status, StoreAway, StoreBack
 from elastic_hieravg.membership.snapshot_files import Owner, remove_of, remove_stale
 from elastic_hieravg.rendezvous import BACKEND
 from elastic_hieravg.rendezvous.round_store import RoundStore, cut_connections
@@ -77,7 +78,10 @@ def create_handler(parameters: RendezvousParameters) -> "MembershipRendezvousHan
 
 
 class MembershipRendezvousHandler(RendezvousHandler):
-    """`kv` is the store of the membership, whichever it is; it is closed with the handler."""
+    """`kv` is the store of the membership, whichever it is; it is closed with the handler.
+
+    `observe` and `on_view` are told what the membership tells, as `Membership` says.
+    """
 
     def __init__(
         self,
@@ -88,8 +92,11 @@ class MembershipRendezvousHandler(RendezvousHandler):
         run_id: str,
         policy: Policy,
         lease_ttl_s: float,
+        observe: Observe = lambda _: None,
+        on_view: Callable[[View], None] = lambda _: None,
     ) -> None:
         self._backend = backend
+        self._told_too = observe
         self._run_id = run_id
         self._policy = policy
         self._lease_ttl_s = lease_ttl_s
@@ -106,7 +113,13 @@ class MembershipRendezvousHandler(RendezvousHandler):
         self._owner = Owner.of_process(os.getpid())
         try:
             self._membership = Membership(
-                kv, candidate, run_id=run_id, policy=policy, lease_ttl_s=lease_ttl_s, observe=self._observe
+                kv,
+                candidate,
+                run_id=run_id,
+                policy=policy,
+                lease_ttl_s=lease_ttl_s,
+                observe=self._observe,
+                on_view=on_view,
             )
         except BaseException:
             self._kv.close()
@@ -123,6 +136,10 @@ class MembershipRendezvousHandler(RendezvousHandler):
 
     def get_backend(self) -> str:
         return self._backend
+
+    @property
+    def status(self) -> Status:
+        return self._membership.status
 
     @property
     def use_agent_store(self) -> bool:
@@ -304,6 +321,7 @@ class MembershipRendezvousHandler(RendezvousHandler):
             remove_of(self._owner)
 
     def _observe(self, notice: Notice | StoreAway | StoreBack) -> None:
+        self._told_too(notice)
         match notice:
             case Adopted(generation):
                 _log.info("generation %s: %s", generation.number, generation.reason)
