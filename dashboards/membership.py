@@ -158,8 +158,8 @@ def _nodes() -> list[Panel]:
             "How often a node's agent was started anew within an hour: its counters began from 0, or it has a "
             "new address. It flaps if this goes on.",
             Query(
-                f"{total(f'resets({of(names.PRODUCTIVE_SECONDS)}[1h])', 'node')} "
-                f"+ count by (node) (present_over_time({of(names.GENERATION)}[1h])) - 1",
+                f"sum by (node) (resets({of(names.PRODUCTIVE_SECONDS)}[1h]) and {of(names.STORE_UP)}) "
+                f"+ count by (node) (present_over_time({of(names.STORE_UP)}[1h])) - 1",
                 "{{node}}",
             ),
             unit="short",
