@@ -1,12 +1,13 @@
 """The page in a real browser, against documents that a test writes; then against a real job's agent."""
 
 import base64
-import copy
 import hashlib
 import json
 import re
+import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from elastic_hieravg.metrics.attention import attention
 from elastic_hieravg.metrics.status_reading import read_status
+from tests.elastic.jobs import HIERAVG, running_job
 from tests.metrics import documents
 from tests.metrics.browsers import PHONE, WIDE, chromium, watched
 from tests.metrics.page_server import PAGE, SILENCE, PageServer
@@ -24,6 +26,9 @@ CONTRAST_MIN = 4.5
 # Longer than two polls of the page.
 SOME_POLLS_S = 2.5
 RENDER_MS_MAX = 1000
+# From the death of a node to its being shown as lost. Idle it is below three seconds.
+SHOWN_WITHIN_S = 30.0
+ADDRESS = re.compile(r"metrics and status of this node: (http://\S+)/$", re.MULTILINE)
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
@@ -196,7 +201,7 @@ def test_asks_nobody_while_nobody_looks(browser: Browser, server: PageServer) ->
                 is_hidden,
             )
             if is_hidden:
-                time.sleep(SOME_POLLS_S)
+                page.wait_for_timeout(200)
                 asked = server.asked["/status"]
                 page.wait_for_timeout(SOME_POLLS_S * 1000)
                 assert server.asked["/status"] == asked
@@ -313,13 +318,58 @@ def test_half_a_document_breaks_nothing(browser: Browser, server: PageServer) ->
         page = found.page
         expect(row(page, "a")).to_be_visible()
         for index, document in enumerate(documents.hollow_documents()):
-            server.answer = copy.deepcopy(document) | {"run_id": f"hollow {index}"}
-            expect(page.get_by_role("heading", level=1)).to_have_text(f"hollow {index}")
-            shown = page.locator("main").inner_text()
+            shown = page.evaluate(SHOW, json.dumps(document | {"run_id": f"hollow {index}"}))
+            assert shown.startswith(f"hollow {index}")
             assert not re.search(r"\b(undefined|null|NaN|Infinity|\[object)\b", shown), shown
-        server.answer = documents.small_job()
-        expect(row(page, "c")).to_contain_text("training")
+        server.answer = documents.lost_job("c")
+        expect(row(page, "c")).to_contain_text("lost")
         found.check()
+
+
+# Show a document at once, and tell what is shown: the next one is only a second away.
+SHOW = "(text) => { newest = read(JSON.parse(text)); render(); return document.body.innerText; }"
+
+
+def test_a_real_job_loses_a_node_and_gets_it_back(browser: Browser, tmp_path: Path) -> None:
+    with running_job(
+        tmp_path / "job", flags=["--metrics-port=auto"], hierarchy="node=4,zone=8,global=16"
+    ) as job:
+        job.start("a", flags=["--label=zone=z1"])
+        job.wait_for("a starts", lambda: bool(job.lines()))
+        (url,) = ADDRESS.findall(job.log("a"))
+        job.start("b", flags=["--label=zone=z1"])
+        job.start("c", flags=["--label=zone=z2"])
+        job.await_together("a", "b", "c")
+        with watched(browser, url) as found, job.surviving("a", "b"):
+            page = found.page
+            for name in "abc":
+                expect(row(page, name)).to_contain_text("training")
+            expect(page.locator("#nodes tr.worker")).to_have_count(6)
+            expect(page.locator("#levels tr.level th")).to_have_text(["node", "zone", "global"])
+            expect(page.locator("#levels")).to_contain_text("committed")
+            assert page.locator("#attention").get_by_text("is lost").count() == 0
+            killed_s = time.monotonic()
+            job.kill("c")
+            expect(row(page, "c")).to_contain_text("lost")
+            assert time.monotonic() - killed_s < SHOWN_WITHIN_S
+            expect(page.locator("#attention")).to_contain_text("Node c (zone z2) is lost")
+            # All of it is one zone now.
+            expect(page.locator("#levels tr.level th")).to_have_text(["node", "zone"])
+            expect(page.locator("#levels .notes")).to_contain_text("level global has the same groups as zone")
+            expect(page.locator("#events li").first).to_contain_text("left: c")
+            job.start("c", flags=["--label=zone=z2"])
+            expect(row(page, "c")).to_contain_text("training")
+            expect(page.locator("#levels tr.level th")).to_have_text(["node", "zone", "global"])
+            expect(page.locator("#events li").first).to_contain_text("came: c")
+            expect(page.locator("#attention").get_by_text("is lost")).to_have_count(0)
+            job.await_together("a", "b", "c")
+            found.check()
+        told = subprocess.run(
+            [HIERAVG, "status", "--url", url], capture_output=True, text=True, timeout=60, check=True
+        )
+        assert re.search(r"^    c +training", told.stdout, re.MULTILINE), told.stdout
+        job.finish()
+        assert job.faults["node killed"] == 1
 
 
 def test_the_page_and_the_terminal_find_the_same(browser: Browser, server: PageServer) -> None:
