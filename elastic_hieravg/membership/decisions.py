@@ -20,6 +20,7 @@ SETTLE_TIMES_MAX = 5
 # Who comes later than this in the row of writers does not wait longer.
 TURNS_MAX = 6
 NODES_NAMED_MAX = 5
+_OF_AT_LEAST = " of at least "
 
 
 class Action(StrEnum):
@@ -55,7 +56,8 @@ class Policy:
     `join_settle_s`: how long a newcomer waits for others. `start_wait_s`: how long a start waits for nodes
     that live and are not ready. `stop_s`: how long a restart waits for nodes that still run.
     `pause_s`: how long a job waits that cannot run. `turn_s`: how long each in the row of writers waits for
-    the one before.
+    the one before. `follows_bounds`: this node was told bounds that change while it runs, so others than the
+    job's are no reason to stay out.
     """
 
     job: Job
@@ -65,6 +67,7 @@ class Policy:
     stop_s: float = 60.0
     pause_s: float = 600.0
     turn_s: float = 0.25
+    follows_bounds: bool = False
 
     def __post_init__(self) -> None:
         raise_if_any(InputError, list(_policy_problems(self)))
@@ -93,7 +96,7 @@ class View:
     """What one agent sees. `nodes` holds nobody who is suspected; `lost` is about members only.
 
     `broken_since_s`: since when a group of this generation is reported broken. `paused_since_s`: since when
-    the job cannot run.
+    the job cannot run. `bounds_since_s`: since when it has its bounds.
     """
 
     me: Node
@@ -104,6 +107,7 @@ class View:
     broken_since_s: float = math.inf
     paused_since_s: float = math.inf
     closing: Closing | None = None
+    bounds_since_s: float = math.inf
 
 
 def decide(now_s: float, *, view: View, policy: Policy) -> Decision:
@@ -114,6 +118,20 @@ def decide(now_s: float, *, view: View, policy: Policy) -> Decision:
     if isinstance(choice, Decision):
         return _bound_pause(now_s, choice, view, policy)
     return _in_turn(now_s, choice, view, policy)
+
+
+def disagreement(asked: Job, job: Job, *, follows_bounds: bool) -> Problem | None:
+    """Why a node that was told `asked` cannot be in the job. Bounds that it follows are not asked for."""
+    mine, theirs = (asked.within(job.bounds) if follows_bounds else asked).document(), job.document()
+    differing = [name for name in mine if mine[name] != theirs[name]]
+    if not differing:
+        return None
+    wanted = ", ".join(f"{name} {mine[name]}" for name in differing)
+    running = ", ".join(f"{name} {theirs[name]}" for name in differing)
+    return Problem(
+        f"this node asks for {wanted}, and the job runs with {running}",
+        "start every node of a job with the same settings, or use another run id",
+    )
 
 
 def is_usable(live: Live) -> bool:
@@ -157,6 +175,8 @@ def _choose(now_s: float, view: View, policy: Policy) -> Decision | _Due:
         return _shrink(now_s, view, policy, generation)
     if view.broken:
         return _rebuild(now_s, view, policy, generation)
+    if _is_other_hold(generation, policy):
+        return _rebound(view, policy, generation)
     if _asking(view, generation):
         return _meet(now_s, view, policy, generation)
     if _newcomers(view, generation):
@@ -201,8 +221,7 @@ def _shrink(now_s: float, view: View, policy: Policy, generation: Generation) ->
         return _Due(
             Proposal(Kind.START, choice.proposal.node_ids, f"{reason}; nobody was left"), choice.since_s
         )
-    hold = _too_few(len(survivors), policy) if len(survivors) < policy.job.nodes_min else ""
-    return _Due(Proposal(Kind.LOSS, tuple(survivors), reason, hold), due_s)
+    return _Due(Proposal(Kind.LOSS, tuple(survivors), reason, _hold(len(survivors), policy)), due_s)
 
 
 def _rebuild(now_s: float, view: View, policy: Policy, generation: Generation) -> Decision | _Due:
@@ -213,7 +232,14 @@ def _rebuild(now_s: float, view: View, policy: Policy, generation: Generation) -
         return _settling(now_s, due_s, f"{groups} failed and nobody is lost")
     members = tuple(node.node_id for node in generation.members)
     reason = f"{groups} failed and nobody was lost"
-    return _Due(Proposal(Kind.REBUILD, members, reason, generation.hold), due_s)
+    return _Due(Proposal(Kind.REBUILD, members, reason, _hold(len(members), policy)), due_s)
+
+
+def _rebound(view: View, policy: Policy, generation: Generation) -> _Due:
+    """The same members, held or set free: the job's bounds have changed."""
+    members = tuple(node.node_id for node in generation.members)
+    reason = f"the job has {policy.job.nodes_min} to {policy.job.nodes_max} nodes now"
+    return _Due(Proposal(Kind.BOUNDS, members, reason, _hold(len(members), policy)), view.bounds_since_s)
 
 
 def _meet(now_s: float, view: View, policy: Policy, generation: Generation) -> Decision | _Due:
@@ -222,13 +248,14 @@ def _meet(now_s: float, view: View, policy: Policy, generation: Generation) -> D
     members = tuple(node.node_id for node in generation.members)
     reason = f"{_named(asking)} {'asks' if len(asking) == 1 else 'ask'} for a round before leaving"
     since_s = min(live.since_s for live in asking.values())
-    return _Due(Proposal(Kind.ROUND, members, reason, generation.hold), min(now_s, since_s))
+    return _Due(Proposal(Kind.ROUND, members, reason, _hold(len(members), policy)), min(now_s, since_s))
 
 
 def _grow(now_s: float, view: View, policy: Policy, generation: Generation) -> Decision | _Due:
     newcomers = _newcomers(view, generation)
     room = policy.job.nodes_max - len(generation.members)
     if room <= 0:
+        # Nobody is sent away when the bounds shrink; who leaves is not replaced.
         return Decision(Action.KEEP, f"{_count(newcomers)} spare above the {policy.job.nodes_max} of nodes_max")
     behind = [
         node.node_id
@@ -243,8 +270,8 @@ def _grow(now_s: float, view: View, policy: Policy, generation: Generation) -> D
         return _settling(now_s, due_s, f"{_named(newcomers)} {_is(newcomers)} ready to join")
     chosen = sorted(newcomers, key=natural_key)[:room]
     members = (*(node.node_id for node in generation.members), *chosen)
-    hold = _too_few(len(members), policy) if len(members) < policy.job.nodes_min else ""
-    return _Due(Proposal(Kind.JOIN, members, f"{_named(chosen)} joined", hold), min(now_s, due_s))
+    reason, hold = f"{_named(chosen)} joined", _hold(len(members), policy)
+    return _Due(Proposal(Kind.JOIN, members, reason, hold), min(now_s, due_s))
 
 
 def _restart(now_s: float, view: View, policy: Policy, generation: Generation) -> Decision | _Due:
@@ -349,7 +376,20 @@ def _settling(now_s: float, due_s: float, what: str) -> Decision:
 
 
 def _too_few(count: int, policy: Policy) -> str:
-    return f"{count} of at least {policy.job.nodes_min} nodes"
+    return f"{count}{_OF_AT_LEAST}{policy.job.nodes_min} nodes"
+
+
+def _hold(count: int, policy: Policy) -> str:
+    """Why so many nodes hold, or nothing; a plan that does not fit is another reason."""
+    return _too_few(count, policy) if count < policy.job.nodes_min else ""
+
+
+def _is_other_hold(generation: Generation, policy: Policy) -> bool:
+    """Whether it runs and must not any more, or holds for want of nodes and need not any more."""
+    count = len(generation.members)
+    if count < policy.job.nodes_min:
+        return not generation.hold
+    return generation.hold.startswith(f"{count}{_OF_AT_LEAST}")
 
 
 def _loss_reason(losses: Mapping[str, Loss]) -> str:

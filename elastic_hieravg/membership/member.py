@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from elastic_hieravg.errors import HierAvgError, MembershipError, Problem
-from elastic_hieravg.membership.decisions import Action, Decision, Policy, View, decide
+from elastic_hieravg.membership.decisions import Action, Decision, Policy, View, decide, disagreement
 from elastic_hieravg.membership.kv import Changes, Put, Snapshot, Write
 from elastic_hieravg.membership.messages import (
     Adopted,
@@ -35,7 +35,7 @@ from elastic_hieravg.membership.messages import (
 )
 from elastic_hieravg.membership.mirror import Keys, Mirror
 from elastic_hieravg.membership.proposing import PlanGeneration, generation_write, guards_of, plan_generation
-from elastic_hieravg.membership.records import Closing, NodeRecord, NodeState, StoreOffer, Suspicion
+from elastic_hieravg.membership.records import Bounds, Closing, NodeRecord, NodeState, StoreOffer, Suspicion
 from elastic_hieravg.plan import Node, natural_key
 
 # The job's own records outlive its last node by so much.
@@ -65,7 +65,9 @@ class Member:
         plan_for: PlanGeneration = plan_generation,
     ) -> None:
         self.mirror = Mirror(Keys(run_id))
+        # With the bounds that the store has, once it was read.
         self.policy = policy
+        self._job = policy.job
         self.decision = Decision(Action.WAIT, "the store was not read yet")
         self.wake_s = math.inf
         self.is_over = False
@@ -87,6 +89,7 @@ class Member:
         self._reports: set[str] = set()
         self._closing: Closing | None = None
         self._offer: StoreOffer | None = None
+        self._bounds: Bounds | None = None
         self._in_flight: Request | None = None
         self._is_behind = False
         self._not_before_s = -math.inf
@@ -125,6 +128,7 @@ class Member:
                 self._unseen = (revision, now_s + UNSEEN_S)
                 # Said once; until it is known to be said, it is said again.
                 self._accusations.pop(accused, None)
+                self._note_bounds(request)
             case Refreshed():
                 # Until everything is told once more, or asked for again if that takes too long.
                 self._unseen = (math.inf, now_s + UNSEEN_S)
@@ -169,6 +173,10 @@ class Member:
     def close(self, closing: Closing) -> None:
         """End the job for everybody."""
         self._closing = closing
+
+    def change_bounds(self, bounds: Bounds) -> None:
+        """Have the job run with other bounds from now on, for everybody."""
+        self._bounds = bounds
 
     def enter(self, number: int) -> None:
         """The node's ranks work in this generation now."""
@@ -261,6 +269,7 @@ class Member:
         return (
             self._write_record()
             or self._create_job()
+            or self._write_bounds()
             or self._write_offer()
             or self._write_closing()
             or self._accuse(now_s)
@@ -284,8 +293,7 @@ class Member:
         if mirror.closing is not None:
             self._end(Ended(mirror.closing))
             return
-        if mirror.job is not None and mirror.job != self.policy.job:
-            self._disagree()
+        if not self._take_job():
             return
         refusal = mirror.refusal_of(self.node)
         if refusal is not None:
@@ -327,17 +335,17 @@ class Member:
         self.node = replace(self.node, incarnation=self._new_incarnation())
         self._incarnations.add(self.node.incarnation)
 
-    def _disagree(self) -> None:
+    def _take_job(self) -> bool:
+        """Whether this node can be in the job; if so, its bounds are the store's from now on."""
         job = self.mirror.job
-        assert job is not None
-        mine, theirs = self.policy.job.document(), job.document()
-        differing = [name for name in mine if mine[name] != theirs[name]]
-        asked = ", ".join(f"{name} {mine[name]}" for name in differing)
-        running = ", ".join(f"{name} {theirs[name]}" for name in differing)
-        self._refuse(
-            f"this node asks for {asked}, and the job runs with {running}",
-            "start every node of a job with the same settings, or use another run id",
-        )
+        if job is None:
+            return True
+        problem = disagreement(self._job, job, follows_bounds=self.policy.follows_bounds)
+        if problem is not None:
+            self.fail(MembershipError(problem))
+            return False
+        self.policy = replace(self.policy, job=job.within(self.mirror.bounds or job.bounds))
+        return True
 
     def _refuse(self, message: str, hint: str) -> None:
         self.fail(MembershipError(Problem(message, hint)))
@@ -402,6 +410,20 @@ class Member:
             return Grant(Lease.JOB, JOB_TTL_S)
         key = self.mirror.keys.job
         return self._write(puts=(Put(key, self.policy.job.to_json(), self._leases[Lease.JOB]),), seen=(key,))
+
+    def _write_bounds(self) -> Write | None:
+        if self._bounds == self.policy.job.bounds:
+            self._bounds = None
+        if self._bounds is None or self.mirror.job is None:
+            return None
+        key = self.mirror.keys.bounds
+        put = Put(key, self._bounds.to_json(), self.mirror.lease_of(self.mirror.keys.job))
+        return self._write(puts=(put,), seen=(key,))
+
+    def _note_bounds(self, request: Request) -> None:
+        """Said once: others may have been told something newer since, and their word counts as well."""
+        if isinstance(request, Write) and any(put.key == self.mirror.keys.bounds for put in request.puts):
+            self._bounds = None
 
     def _write_offer(self) -> Write | None:
         offer, self._offer = self._offer, None

@@ -14,6 +14,7 @@ from elastic_hieravg.errors import DocumentError
 from elastic_hieravg.membership.decisions import Live, Loss, View, is_usable
 from elastic_hieravg.membership.kv import ABSENT, Changes, Entry, Snapshot
 from elastic_hieravg.membership.records import (
+    Bounds,
     Closing,
     Generation,
     Job,
@@ -22,6 +23,7 @@ from elastic_hieravg.membership.records import (
     Refusal,
     StoreOffer,
     Suspicion,
+    read_bounds,
     read_closing,
     read_generation,
     read_job,
@@ -51,6 +53,10 @@ class Keys:
     @property
     def job(self) -> str:
         return f"{self.prefix}job"
+
+    @property
+    def bounds(self) -> str:
+        return f"{self.prefix}bounds"
 
     @property
     def generation(self) -> str:
@@ -94,6 +100,7 @@ class Mirror:
         self.refusals: dict[str, Refusal] = {}
         self.broken: set[str] = set()
         self.job: Job | None = None
+        self.bounds: Bounds | None = None
         self.generation: Generation | None = None
         self.offer: StoreOffer | None = None
         self.closing: Closing | None = None
@@ -103,6 +110,7 @@ class Mirror:
         self._lost: dict[str, Loss] = {}
         self._broken_since_s = math.inf
         self._paused_since_s = math.inf
+        self._bounds_since_s = math.inf
         self._view: View | None = None
 
     def revision_of(self, key: str) -> int:
@@ -114,7 +122,7 @@ class Mirror:
         return entry.lease_id if entry else 0
 
     def apply(self, now_s: float, update: Snapshot | Changes, *, nodes_min: int) -> None:
-        """Take in what the watch told, in the order it was told."""
+        """Take in what the watch told, in the order it was told. `nodes_min`: if the store has no bounds."""
         if isinstance(update, Snapshot):
             gone = self._entries.keys() - update.entries.keys()
             changes = [*((key, None) for key in gone), *update.entries.items()]
@@ -125,7 +133,7 @@ class Mirror:
         for key, entry in changes:
             if self._entries.get(key) != entry:
                 self._take(now_s, key, entry)
-        self._note_times(now_s, nodes_min)
+        self._note_times(now_s, self.bounds.nodes_min if self.bounds else nodes_min)
         self._view = None
 
     def view(self, me: Node) -> View:
@@ -140,6 +148,7 @@ class Mirror:
                 self._broken_since_s,
                 self._paused_since_s,
                 self.closing,
+                self._bounds_since_s,
             )
         return self._view
 
@@ -169,6 +178,8 @@ class Mirror:
             self._note_node(now_s, name)
         elif section == "generation":
             self._note_members(now_s)
+        elif section in ("job", "bounds"):
+            self._bounds_since_s = now_s
 
     def _read(self, section: str, name: str, entry: Entry | None) -> None:
         match section:
@@ -182,6 +193,8 @@ class Mirror:
                 (self.broken.add if entry else self.broken.discard)(name)
             case "job":
                 self.job = read_job(entry.value) if entry else None
+            case "bounds":
+                self.bounds = read_bounds(entry.value) if entry else None
             case "generation":
                 self.generation = read_generation(entry.value) if entry else None
             case "store":

@@ -1,7 +1,7 @@
 """From a decision to the write that carries it out: the next generation's number, plan, groups and guards.
 
-Pure. Invariant: the write is refused if anybody wrote a generation since, if its writer is out, or if a
-suspect it drops has spoken up.
+Pure. Invariant: the write is refused if anybody wrote a generation or other bounds since, if its writer is out,
+or if a suspect it drops has spoken up.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -56,6 +56,8 @@ def generation_write(
     mirror: Mirror, proposal: Proposal, *, writer: Node, job: Job, plan_for: PlanGeneration
 ) -> Write:
     keys = mirror.keys
+    # What the decision was made on, beside the nodes.
+    decided_on = keys.generation, keys.bounds, keys.node(writer.node_id)
     suspects = _suspects(mirror)
     dropped = suspects[:SUSPECTS_PER_WRITE_MAX]
     wanted = (*proposal.node_ids, *(node.node_id for node in suspects[SUSPECTS_PER_WRITE_MAX:]))
@@ -67,7 +69,7 @@ def generation_write(
     ]
     if refused and mirror.generation and proposal.kind is Kind.JOIN and _is_same(mirror.generation, staying):
         # Nobody is left to join: say why, and leave the generation as it is.
-        return Write(guards_of(mirror, keys.generation, keys.node(writer.node_id)), tuple(refused))
+        return Write(guards_of(mirror, *decided_on), tuple(refused))
     plan, misfit = plan_for(job, number, tuple(record.node for record in staying))
     generation = Generation(
         number=number,
@@ -83,7 +85,7 @@ def generation_write(
     accused = [keys.suspicion(node.node_id) for node in dropped]
     broken = [keys.broken(name) for name in sorted(mirror.broken)[:BROKEN_PER_WRITE_MAX]]
     return Write(
-        guards_of(mirror, keys.generation, keys.node(writer.node_id), *accused),
+        guards_of(mirror, *decided_on, *accused),
         (Put(keys.generation, generation.to_json(), mirror.lease_of(keys.job)), *refused),
         (*(keys.node(node.node_id) for node in dropped), *accused, *broken),
     )

@@ -5,7 +5,7 @@ Invariant: what one agent wrote, every agent of the same version reads as the sa
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -44,11 +44,26 @@ class Kind(StrEnum):
     REBUILD = "rebuild"  # nobody was lost, but a group failed
     ROUND = "round"  # the same members meet for one more global round: somebody is about to leave
     RESTART = "restart"
+    BOUNDS = "bounds"  # the same members; it is another question now whether they are enough
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How many nodes a job has at least and at most from now on, whatever it began with."""
+
+    nodes_min: int
+    nodes_max: int
+
+    def __post_init__(self) -> None:
+        raise_if_any(InputError, list(_bounds_problems(self.nodes_min, self.nodes_max)))
+
+    def to_json(self) -> str:
+        return _to_json("bounds", {"nodes_min": self.nodes_min, "nodes_max": self.nodes_max})
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every node of a job has to ask for alike."""
+    """What every node of a job has to ask for alike. The bounds may change while it runs: see `Bounds`."""
 
     nodes_min: int
     nodes_max: int
@@ -59,6 +74,14 @@ class Job:
 
     def __post_init__(self) -> None:
         raise_if_any(InputError, list(_job_problems(self)))
+
+    @property
+    def bounds(self) -> Bounds:
+        return Bounds(self.nodes_min, self.nodes_max)
+
+    def within(self, bounds: Bounds) -> "Job":
+        """The same job with other bounds."""
+        return replace(self, nodes_min=bounds.nodes_min, nodes_max=bounds.nodes_max)
 
     def document(self) -> dict[str, Any]:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -228,6 +251,11 @@ def read_job(record: Fields) -> Job:
     )
 
 
+@_reader("bounds")
+def read_bounds(record: Fields) -> Bounds:
+    return Bounds(record.number("nodes_min"), record.number("nodes_max"))
+
+
 @_reader("node")
 def read_node(record: Fields) -> NodeRecord:
     where, node = record.value("node")
@@ -285,16 +313,20 @@ def read_closing(record: Fields) -> Closing:
     return Closing(outcome == _OUTCOMES[True], record.text("reason"), is_hopeless=outcome == _HOPELESS)
 
 
-def _job_problems(job: Job) -> Iterator[Problem]:
-    for name, number in (("nodes_min", job.nodes_min), ("nodes_max", job.nodes_max)):
+def _bounds_problems(nodes_min: int, nodes_max: int) -> Iterator[Problem]:
+    for name, number in (("nodes_min", nodes_min), ("nodes_max", nodes_max)):
         if type(number) is not int or number < 1:
             yield Problem(f"{name} is {number!r}", "a job has at least one node: a whole number, 1 or more")
             return
-    if job.nodes_min > job.nodes_max:
+    if nodes_min > nodes_max:
         yield Problem(
-            f"nodes_min is {job.nodes_min}, more than the {job.nodes_max} of nodes_max",
-            f"write the smaller number first: {job.nodes_max}:{job.nodes_min}",
+            f"nodes_min is {nodes_min}, more than the {nodes_max} of nodes_max",
+            f"write the smaller number first: {nodes_max}:{nodes_min}",
         )
+
+
+def _job_problems(job: Job) -> Iterator[Problem]:
+    yield from _bounds_problems(job.nodes_min, job.nodes_max)
     if type(job.warmup_steps) is not int or job.warmup_steps < 0:
         hint = "give a whole number of steps, 0 or more"
         yield Problem(f"there are {job.warmup_steps!r} warm-up steps", hint)

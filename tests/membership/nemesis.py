@@ -9,7 +9,7 @@ from functools import partial
 
 from elastic_hieravg.membership.kv import Write
 from elastic_hieravg.membership.messages import Request
-from elastic_hieravg.membership.records import Mode
+from elastic_hieravg.membership.records import Bounds, Mode
 from tests.membership.safety import Safety
 from tests.membership.simulated_ranks import Meetings
 from tests.membership.simulation import (
@@ -279,6 +279,24 @@ class Nemesis:
         self._random.choice(waiting).ranks.fail_round()
         return True
 
+    def change_bounds(self) -> bool:
+        """Somebody writes other bounds; each agent reads them when it looks, and some never do."""
+        up = [agent for agent in self._world.agents.values() if agent.is_up]
+        if not up:
+            return False
+        most = len(self._world.agents)
+        nodes_min = self._random.randint(1, most)
+        bounds = Bounds(nodes_min, self._random.randint(nodes_min, most))
+        told = self._random.sample(up, self._random.randint(1, len(up)))
+        for agent in told:
+            agent.later(self._random.uniform(0.0, 2.0), partial(self._tell_bounds, agent, bounds))
+        self._world.log(f"{bounds} for {' '.join(agent.node_id for agent in told)}")
+        return True
+
+    def _tell_bounds(self, agent: Agent, bounds: Bounds) -> None:
+        agent.member.change_bounds(bounds)
+        agent.act()
+
 
 # Killing is the commonest of all.
 KINDS = (
@@ -301,6 +319,7 @@ KINDS = (
     Nemesis.accuse_falsely,
     Nemesis.fail_collective,
     Nemesis.leave,
+    Nemesis.change_bounds,
 )
 
 
@@ -343,13 +362,19 @@ def _disagreement(world: World) -> str:
     """What keeps the cluster from one plan with all live nodes in it; nothing if it is there."""
     up = [agent for agent in world.agents.values() if agent.is_up]
     generation = world.generation()
-    wanted = min(len(up), world.job.nodes_max)
-    if wanted < world.job.nodes_min and (generation is None or world.job.mode is Mode.RESTART):
+    bounds = world.bounds()
+    wanted = min(len(up), bounds.nodes_max)
+    lives = {agent.member.node.incarnation for agent in up}
+    is_over = generation is None or not lives & {node.incarnation for node in generation.members}
+    if wanted < bounds.nodes_min and (is_over or world.job.mode is Mode.RESTART):
+        # To begin takes enough nodes.
         return ""
     if generation is None:
         return "no generation"
-    if len(generation.members) != wanted:
+    if not wanted <= len(generation.members) <= len(up):
         return f"generation {generation.number} has {len(generation.members)} of {wanted} nodes"
+    if (len(generation.members) < bounds.nodes_min) != bool(generation.hold):
+        return f"generation {generation.number} holds, or does not, against the bounds {bounds}"
     for node in generation.members:
         agent = world.agents[node.node_id]
         if not agent.is_up or agent.member.node.incarnation != node.incarnation:

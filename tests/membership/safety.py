@@ -49,10 +49,12 @@ class Safety:
             raise ViolationError(f"{agent.node_id} follows generation {number}, which does not hold it")
 
     def _check_successor(self, generation: Generation) -> None:
-        job, last = self._world.job, self._last
-        if len(generation.members) > job.nodes_max:
-            raise ViolationError(f"generation {generation.number} has more than {job.nodes_max} nodes")
-        if (len(generation.members) < job.nodes_min) != bool(generation.hold):
+        job, bounds, last = self._world.job, self._world.bounds(), self._last
+        # Nobody is sent away when the bounds shrink; nobody is taken in above them either.
+        size_before = len(last.members) if last and job.mode is Mode.IN_PLACE else 0
+        if len(generation.members) > max(bounds.nodes_max, size_before):
+            raise ViolationError(f"generation {generation.number} has more than {bounds.nodes_max} nodes")
+        if (len(generation.members) < bounds.nodes_min) != bool(generation.hold):
             raise ViolationError(f"generation {generation.number} holds, or does not, against the rule")
         if last is None:
             return

@@ -38,11 +38,14 @@ from elastic_hieravg.membership.messages import (
 from elastic_hieravg.membership.mirror import Keys
 from elastic_hieravg.membership.proposing import plan_generation
 from elastic_hieravg.membership.records import (
+    Bounds,
     Generation,
     Job,
     Kind,
     Mode,
+    read_bounds,
     read_generation,
+    read_job,
 )
 from elastic_hieravg.plan import Hierarchy
 
@@ -143,7 +146,7 @@ class World:
         nodes_max = self.random.randint(max(nodes_min, num_agents - 1), num_agents + 1)
         hierarchy = Hierarchy.parse(f"zone=2,global={PERIOD_STEPS}")
         self.job = Job(nodes_min, nodes_max, hierarchy, mode)
-        self.policy = Policy(self.job, pause_s=10_000.0)
+        self.policy = Policy(self.job, pause_s=10_000.0, follows_bounds=True)
         for index in range(num_agents):
             self.agents[f"n{index}"] = Agent(self, f"n{index}")
 
@@ -229,6 +232,13 @@ class World:
     def generation(self) -> Generation | None:
         entry = self.ledger.get(KEYS.generation).entries.get(KEYS.generation)
         return read_generation(entry.value) if entry else None
+
+    def bounds(self) -> Bounds:
+        """Those that hold now: the last that were written, or those of the job's record."""
+        entries = self.ledger.get(KEYS.prefix).entries
+        if KEYS.bounds in entries:
+            return read_bounds(entries[KEYS.bounds].value)
+        return read_job(entries[KEYS.job].value).bounds if KEYS.job in entries else self.job.bounds
 
 
 class Agent:

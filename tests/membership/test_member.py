@@ -20,10 +20,11 @@ from elastic_hieravg.membership.messages import (
     Request,
     Unknown,
 )
-from elastic_hieravg.membership.records import Job, NodeRecord, NodeState, read_suspicion
+from elastic_hieravg.membership.records import Bounds, Job, NodeRecord, NodeState, read_bounds, read_suspicion
 from elastic_hieravg.plan import Hierarchy, Node
 
 RUN = "/hieravg/run/"
+BOUNDS = f"{RUN}bounds"
 SUSPICION = f"{RUN}suspicions/b"
 
 
@@ -75,15 +76,22 @@ class Store:
 
 def accusation_of(store: Store) -> Write:
     """The next accusation that the member wants to write, not answered yet."""
+    request = write_of(store, SUSPICION)
+    assert request is not None, "it accuses nobody"
+    return request
+
+
+def write_of(store: Store, key: str) -> Write | None:
+    """The next write of a key that the member wants to make, not answered yet; None if it wants none."""
     for _ in range(20):
         store.now_s += 0.5
         store.tell()
         request = store.member.next(store.now_s)
-        if isinstance(request, Write) and SUSPICION in [put.key for put in request.puts]:
+        if isinstance(request, Write) and key in [put.key for put in request.puts]:
             return request
         if request is not None:
             store.member.answer(store.now_s, store.take(request))
-    raise AssertionError("it accuses nobody")
+    return None
 
 
 @pytest.fixture
@@ -125,3 +133,48 @@ def test_an_accusation_somebody_else_made_is_left_to_them(store: Store) -> None:
     store.member.answer(store.now_s, Refused())
     with pytest.raises(AssertionError, match="accuses nobody"):
         accusation_of(store)
+
+
+@pytest.mark.parametrize(
+    "answer", [Unknown(), Refused(), LeaseOver()], ids=lambda answer: type(answer).__name__
+)
+def test_bounds_that_did_not_arrive_are_written_again(store: Store, answer: Answer) -> None:
+    store.member.change_bounds(Bounds(2, 8))
+    assert write_of(store, BOUNDS) is not None
+    store.member.answer(store.now_s, answer)
+    again = write_of(store, BOUNDS)
+    assert again is not None
+    (put,) = again.puts
+    assert read_bounds(put.value) == Bounds(2, 8)
+    # With the job's own lease: they are the job's, not this node's.
+    assert put.lease_id == 7
+
+
+def test_bounds_are_said_once_and_others_words_count_as_well(store: Store) -> None:
+    store.member.change_bounds(Bounds(2, 8))
+    mine = write_of(store, BOUNDS)
+    assert mine is not None
+    store.member.answer(store.now_s, store.take(mine))
+    store.tell()
+    assert store.member.policy.job.bounds == Bounds(2, 8)
+    store.revision += 1
+    store.entries[BOUNDS] = Entry(Bounds(1, 3).to_json(), store.revision, 7)
+    assert write_of(store, BOUNDS) is None
+    assert store.member.policy.job.bounds == Bounds(1, 3)
+
+
+def test_bounds_that_somebody_else_wrote_first_are_not_written_again(store: Store) -> None:
+    store.member.change_bounds(Bounds(2, 8))
+    store.revision += 1
+    store.entries[BOUNDS] = Entry(Bounds(2, 8).to_json(), store.revision, 7)
+    assert write_of(store, BOUNDS) is None
+    store.revision += 1
+    store.entries[BOUNDS] = Entry(Bounds(1, 3).to_json(), store.revision, 7)
+    assert write_of(store, BOUNDS) is None
+
+
+def test_a_generation_is_written_only_under_the_bounds_it_was_decided_on(store: Store) -> None:
+    store.entries[BOUNDS] = Entry(Bounds(1, 2).to_json(), store.revision, 7)
+    write = write_of(store, f"{RUN}generation")
+    assert write is not None
+    assert write.guards[BOUNDS] == store.entries[BOUNDS].revision

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_hieravg.errors import DocumentError, HierAvgError
 from elastic_hieravg.membership.records import (
+    Bounds,
     Closing,
     Generation,
     Job,
@@ -21,6 +22,7 @@ from elastic_hieravg.membership.records import (
     Refusal,
     StoreOffer,
     Suspicion,
+    read_bounds,
     read_closing,
     read_generation,
     read_job,
@@ -44,6 +46,7 @@ EXAMPLES: list[tuple[Any, Callable[[str], Any]]] = [
     (StoreOffer(3, "h1", 29500), read_offer),
     (Closing(True, "done"), read_closing),
     (Closing(False, "b failed"), read_closing),
+    (Bounds(2, 8), read_bounds),
 ]
 each_record = pytest.mark.parametrize(
     ("value", "read"), EXAMPLES, ids=[type(value).__name__ for value, _ in EXAMPLES]

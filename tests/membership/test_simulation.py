@@ -178,6 +178,11 @@ def break_waking(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(simulated_ranks, "ROUND_TIMEOUT_S", 1e6)
 
 
+def break_following_bounds(patch: pytest.MonkeyPatch) -> None:
+    """Who runs and must not, or holds and need not, goes on like that."""
+    patch.setattr(decisions, "_is_other_hold", lambda *_: False)
+
+
 @pytest.mark.parametrize(
     ("mutate", "found"),
     [
@@ -190,6 +195,7 @@ def break_waking(patch: pytest.MonkeyPatch) -> None:
         (break_shrinking_alone, "both shrinks and grows"),
         (break_agreeing_on_a_step, "enters generation .* at step"),
         (break_waking, "no agreement|no rounds"),
+        (break_following_bounds, "no agreement"),
     ],
 )
 def test_a_broken_protocol_is_found(
