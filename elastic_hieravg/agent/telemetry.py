@@ -281,6 +281,8 @@ class Telemetry:
             registry.count(names.WORKER_RESTARTS, str(reason), amount=0.0)
         for cause in Cause:
             registry.count(names.BADPUT_SECONDS, str(cause), amount=0.0)
+        for phase in names.Phase:
+            registry.expect(names.RECOVERY_SECONDS, str(phase))
         registry.count(names.PRODUCTIVE_SECONDS, amount=0.0)
         registry.count(names.REPORTS_DROPPED, amount=0.0)
         registry.set_gauge(names.GENERATION, value=0)

@@ -66,6 +66,12 @@ class Registry(Collector):
         with self._lock:
             self._totals[key] = max(value, self._totals.get(key, 0.0))
 
+    def expect(self, name: str, *labels: str) -> None:
+        """A distribution with nothing in it yet is told too."""
+        key = _declared(name, labels, Kind.HISTOGRAM)
+        with self._lock:
+            self._distributions.setdefault(key, _Counts(name))
+
     def observe(self, name: str, *labels: str, value: float) -> None:
         key = _declared(name, labels, Kind.HISTOGRAM)
         with self._lock:
