@@ -197,12 +197,15 @@ class Endpoint:
     def _serve(self) -> None:
         try:
             while not self._is_closed:
-                for key, events in self._selector.select(TICK_S):
+                ready = self._selector.select(TICK_S)
+                now_s = self._clock()
+                for key, events in ready:
                     if key.fileobj is self._listener:
                         self._accept()
                     elif isinstance(key.data, _Client) and key.fileobj in self._clients:
                         self._handle(key.data, events)
-                self._let_late_ones_go()
+                # Not later than that: while others were served, nobody could be in time.
+                self._let_late_ones_go(now_s)
         finally:
             for client in list(self._clients.values()):
                 self._drop(client)
@@ -234,8 +237,7 @@ class Endpoint:
     def _least_active(self) -> _Client:
         return min(self._clients.values(), key=lambda client: client.active_s)
 
-    def _let_late_ones_go(self) -> None:
-        now_s = self._clock()
+    def _let_late_ones_go(self, now_s: float) -> None:
         for client in [each for each in self._clients.values() if each.until_s <= now_s]:
             if client.unread and not client.unsent:
                 with contextlib.suppress(OSError):
