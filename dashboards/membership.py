@@ -148,7 +148,7 @@ def _nodes() -> list[Panel]:
         lines(
             "Generations by reason",
             "How many were made and why: loss, join, start; rebuild: a group failed and nobody was lost; "
-            "round: one more global round before somebody leaves.",
+            "round: one more global round before somebody leaves; bounds: the limits changed.",
             Query(f"max by (reason) ({generations})", "{{reason}}"),
             unit="short",
             is_rare=True,

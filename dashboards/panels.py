@@ -329,11 +329,13 @@ def _variables() -> list[Builder[model.VariableModel]]:
         f"label_values({of_job(names.ROUNDS)}, level)",
         "levels of the hierarchy, in panels of rounds",
     )
-    return [
-        source,
-        job,
-        *(each.multi(multi=True).include_all(include_all=True).all_value(".+") for each in (node, level)),
-    ]
+    # New nodes and levels are in it at once, without another look at what there is.
+    everything = model.VariableOption(selected=True, text=["All"], value=["$__all"])
+    chosen = (
+        each.multi(multi=True).include_all(include_all=True).all_value(".+").current(everything)
+        for each in (node, level)
+    )
+    return [source, job, *chosen]
 
 
 def _query_variable(name: str, label: str, query: str, description: str) -> dashboard.QueryVariable:
