@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,10 @@ def test_every_alert_fires_when_it_should_and_only_then() -> None:
 @promtool
 def test_the_readme_shows_how_to_scrape_and_load_them(tmp_path: Path) -> None:
     text = (FOLDER.parent / "README.md").read_text()
-    (settings,) = re.findall(r"```yaml\n(# prometheus\.yml\n.*?)```", text, re.DOTALL)
-    (targets,) = re.findall(r"```json\n(\[\n  \{\"targets\".*?)```", text, re.DOTALL)
+    settings, targets = (
+        textwrap.dedent(re.findall(rf"^    {first}.*?(?=\n\n)", text, re.MULTILINE | re.DOTALL)[0])
+        for first in (r"# prometheus\.yml", r"\[\n")
+    )
     assert {frozenset(each["labels"]) for each in json.loads(targets)} == {TARGET_LABELS}
     (tmp_path / "prometheus.yml").write_text(settings)
     (tmp_path / "hieravg.json").write_text(targets)
