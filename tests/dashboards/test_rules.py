@@ -60,7 +60,7 @@ def test_the_readme_shows_how_to_scrape_and_load_them(tmp_path: Path) -> None:
     text = (FOLDER.parent / "README.md").read_text()
     settings, targets = (
         textwrap.dedent(re.findall(rf"^    {first}.*?(?=\n\n)", text, re.MULTILINE | re.DOTALL)[0])
-        for first in (r"# prometheus\.yml", r"\[\n")
+        for first in (r"# prometheus\.yml", r"\[\n      \{")
     )
     assert {frozenset(each["labels"]) for each in json.loads(targets)} == {TARGET_LABELS}
     (tmp_path / "prometheus.yml").write_text(settings)
