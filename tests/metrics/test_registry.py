@@ -98,7 +98,7 @@ def test_openmetrics_says_the_same() -> None:
     assert text.endswith("# EOF\n")
     told = {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in parse_openmetrics(text)
+        for family in parse_openmetrics(text)  # type: ignore[no-untyped-call]
         for sample in family.samples
     }
     plain = exported(registry)
