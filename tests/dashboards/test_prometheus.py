@@ -189,7 +189,7 @@ def test_rules_are_evaluated_and_find_their_series(observed: Observed) -> None:
     for expression in of_rules():
         observed.run(expression)
         for selector in selectors_of(observed.fill_in(expression.expr)):
-            # What was an hour ago is in promtool's tests.
+            # The past of a job that is older than this one is in promtool's tests.
             if not selector.offset:
                 assert observed.over_time(str(selector)), f"{expression.where}: {selector} finds nothing"
 
