@@ -22,7 +22,7 @@ TRACE_POINTS_MAX = 60
 # Beyond this a number means nothing to anybody, and the page does not have it exactly either.
 NUMBER_MAX = 2.0**63
 
-_OF_NOW = ("workers", "step_seconds", "steps_per_s", "is_straggler", "age_s")
+_OF_NOW = ("workers", "step_seconds", "steps_per_s", "goodput_ratio", "is_straggler", "age_s")
 # C0 and C1, and what turns the direction of a line around.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]+")
 

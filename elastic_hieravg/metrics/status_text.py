@@ -95,7 +95,7 @@ def _head(status: Status) -> RenderableType:
     if status.action not in ("", "keep"):
         lines.append(Text(f"next, {status.action}: {status.because}"))
     asked = [f"hierarchy {status.hierarchy}" if status.hierarchy else "", status.mode]
-    seen = f"as node {status.node_id} sees it" if status.node_id else ""
+    seen = f"seen from {status.node_id}" if status.node_id else ""
     lines.append(Text(", ".join(part for part in (*asked, seen) if part), style="dim"))
     return Group(*lines)
 
@@ -193,8 +193,8 @@ def _lasting(status: Status, node: NodeStatus) -> str:
 
 def _worker_row(worker: WorkerShown, *, depth: int) -> tuple[Text, ...]:
     told = [
-        "" if worker.process_id is None else f"process {worker.process_id}",
-        f"restarted {worker.restarts} times" if worker.restarts else "",
+        f"process {worker.process_id}" if worker.process_id else "",
+        f"restarted {worker.restarts} times" if worker.restarts > 0 else "",
     ]
     return (
         _indented(

@@ -257,15 +257,19 @@ def test_a_large_job_is_compact_and_unfolds(browser: Browser, server: PageServer
     server.answer = documents.large_job()
     with watched(browser, server.url) as found:
         page = found.page
-        expect(page.locator("#nodes tr.node")).to_have_count(64)
+        # Racks in which all is well are folded; three have something to be seen.
         expect(page.locator("#nodes tr.place")).to_have_count(4 + 16)
+        expect(page.locator("#nodes tr.node")).to_have_count(3 * 4)
         expect(page.locator("#nodes tr.worker")).to_have_count(0)
+        expect(page.locator("#nodes tr.place").nth(1)).to_have_text(
+            "rack r0 4 training, 19.5 ms to 22.4 ms a step"
+        )
         assert [word for word, _ in findings(page)] == ["lost", "cost", "slow"]
         expect(page.locator("#levels li:visible")).to_have_count(8 + 4 + 1)
-        unfold = page.get_by_role("button", name="node-10", exact=True)
-        unfold.click()
+        page.get_by_role("button", name="rack r0", exact=True).click()
+        expect(page.locator("#nodes tr.node")).to_have_count(4 * 4)
+        page.get_by_role("button", name="node-2", exact=True).click()
         expect(page.locator("#nodes tr.worker")).to_have_count(8)
-        unfold.focus()
         page.get_by_text("and 56 more groups").click()
         # It stays as the reader put it, over documents to come.
         asked = server.asked["/status"]
@@ -275,6 +279,9 @@ def test_a_large_job_is_compact_and_unfolds(browser: Browser, server: PageServer
         expect(page.locator("#nodes tr.worker")).to_have_count(8)
         expect(page.locator("#levels li:visible")).to_have_count(64 + 4 + 1)
         assert page.evaluate("document.activeElement.textContent") == "and 56 more groups"
+        page.get_by_role("button", name="unfold all").click()
+        expect(page.locator("#nodes tr.node")).to_have_count(64)
+        expect(page.locator("#nodes tr.worker")).to_have_count(63 * 8)
         page.get_by_role("button", name="zone z0").click()
         expect(page.locator("#nodes tr.node")).to_have_count(48)
         page.get_by_label("only nodes that need attention").check()
