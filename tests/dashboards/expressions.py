@@ -102,7 +102,9 @@ def of_rules() -> list[Expression]:
             found.append(Expression(f"{rule['alert']}: {name}", "alert", rule["expr"], legend))
             for asked, labels in re.findall(r'printf "([^"]+)"((?: \$labels\.\w+)+) \| query', text):
                 chosen = tuple(f"${label}" for label in re.findall(r"\.(\w+)", labels))
-                found.append(Expression(f"{rule['alert']}: in {name}", "text", asked % chosen))
+                found.append(
+                    Expression(f"{rule['alert']}: in {name}", "text", asked.replace("%q", '"%s"') % chosen)
+                )
     return found
 
 
