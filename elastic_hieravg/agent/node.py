@@ -286,7 +286,7 @@ class InPlaceNode:
             case Failed(error):
                 self._channel.tell(Stop(False, str(error)))
             case StoreAway(why):
-                _log.warning("the store is away, training goes on: %s", why)
+                _log.warning("the store is away, training goes on: %s", why, extra={"reason": why})
             case StoreBack():
                 _log.warning("the store is back")
             case Warned(text):
@@ -296,14 +296,16 @@ class InPlaceNode:
         """What differs from the generation before, and what the plan had to repair."""
         generation, before = adopted.generation, self._adopted
         self._adopted = adopted
-        _log.info("generation %s, %s: %s", generation.number, generation.kind, generation.reason)
+        reason = {"reason": generation.reason}
+        _log.info("generation %s, %s: %s", generation.number, generation.kind, generation.reason, extra=reason)
         if before is not None:
             change = difference(before.plan, adopted.plan, keys=before.keys)
             _log.info("%s", change_text(change))
         for note in adopted.plan.notes:
             _log.info("generation %s: %s", generation.number, note.reason)
         if generation.hold:
-            _log.warning("generation %s: training pauses: %s", generation.number, generation.hold)
+            hold = {"reason": generation.hold}
+            _log.warning("generation %s: training pauses: %s", generation.number, generation.hold, extra=hold)
 
     def _follow(self) -> None:
         """Tell the workers of a generation as soon as its group store is known."""

@@ -253,7 +253,9 @@ class Telemetry:
             badput_s={cause: samples.counters.get((names.BADPUT_SECONDS, (cause,)), 0.0) for cause in Cause},
             num_steps=samples.counters.get((names.STEPS, ()), 0.0),
         )
-        self._facts.step = max(each.samples.step for each in self._workers if each.samples is not None)
+        step = max(each.samples.step for each in self._workers if each.samples is not None)
+        # A worker that joins does not know it yet.
+        self._facts.step = step or self._facts.step
         self._note_round(samples)
 
     @_harmless
