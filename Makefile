@@ -8,7 +8,7 @@ PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constra
 .PHONY: help demo test soak format bench clean
 
 help:
-	@echo "make demo    a plan before and after a node is lost"
+	@echo "make demo    a job on this machine that loses, freezes and gains nodes; a minute"
 	@echo "make test    format, lint, types, layers, doctests, tests"
 	@echo "make soak    kills in random moments, simulated jobs, a real one under faults; a random seed; 45 minutes"
 	@echo "make format  rewrite the files the way 'make test' wants them"
@@ -24,8 +24,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(VENV)/installed
-	@$(BIN)/hieravg plan --hierarchy node=4,zone=16,global=64 --params 125M \
-	  --node a:4:zone=z1 --node b:4:zone=z1 --node c:2:zone=z2 --lose b
+	@$(BIN)/hieravg demo
 
 test: $(VENV)/installed
 	$(BIN)/ruff format --check .

@@ -394,6 +394,11 @@ def flag_default(name: str, *, prefix: str = "HIERAVG") -> str | None:
     return os.environ.get(f"{prefix}_{name.upper()}")
 
 
+def is_continuous_integration() -> bool:
+    """Whether nobody watches, though the output may look like a terminal."""
+    return os.environ.get("CI", "").lower() not in ("", "0", "false")
+
+
 def export(variables: Mapping[str, str]) -> None:
     """Set variables of this process's environment, for the processes it starts."""
     os.environ.update(variables)

@@ -11,6 +11,7 @@
     │   ├── StoreDeniedError  it answered no: credentials, certificates, permissions
     │   └── LeaseLostError    a lease is over
     ├── AgentAwayError        nobody who is asked for the status of a job answers
+    ├── DemoError             the demo did not get to its end
     ├── MembershipError       this node cannot be in the job, or the job is over
     └── AveragingError        a round that did not happen; no parameter changed
         ├── ParametersError   the tensors of this rank cannot be averaged
@@ -95,6 +96,10 @@ class LeaseLostError(StoreError):
 
 class AgentAwayError(HierAvgError):
     """Nobody answered at the address of an agent, or somebody who is none."""
+
+
+class DemoError(HierAvgError):
+    """The demo did not get to its end: a node fell, or something did not happen in time."""
 
 
 class MembershipError(HierAvgError):

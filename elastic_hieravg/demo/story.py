@@ -1,0 +1,248 @@
+"""What happens in the demo, scene by scene: nodes are started, hurt and healed, one after the other.
+
+A scene ends when the workers' own lines show it: a round of all ranks that exactly the right nodes had. Nothing
+waits for a time to pass, and nothing waits for ever. Invariant: whatever happens, nothing is left running.
+"""
+
+import functools
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from elastic_hieravg.demo.facts import Fault, Gap, Kind, Run, longest_gap
+from elastic_hieravg.demo.nodes import SLOTS, Nodes
+from elastic_hieravg.demo.record import Record, Round
+from elastic_hieravg.demo.screen import PlanShown, Screen, Shown, plan_text
+from elastic_hieravg.demo.watching import Watcher
+from elastic_hieravg.errors import DemoError, Problem
+
+FIRST = ("a", "b", "c")
+# The node that nothing is done to: its page is offered, and its agent tells what is shown.
+WATCHED = "b"
+# On a machine that does much else; else it takes seconds.
+WITHIN_S = 120.0
+POLL_S = 0.1
+# So many steps are made between two faults.
+CALM_STEPS = 60
+LOG_LINES_SHOWN = 5
+LOSSES_KEPT = 600
+
+T = TypeVar("T")
+_URL = re.compile(r"http://127\.0\.0\.1:(\d+)/")
+
+
+class Story:
+    """`seconds`: how long it goes on at least; the faults take as long as they take."""
+
+    def __init__(self, folder: Path, screen: Screen, *, seconds: float, has_faults: bool) -> None:
+        self._screen = screen
+        self._seconds = seconds
+        self._nodes = Nodes(folder)
+        self._record = Record(folder / "lines")
+        self._folder = folder
+        self._watcher: Watcher | None = None
+        self._began_s = time.monotonic()
+        self._present = set(FIRST)
+        self._faults: list[Fault] = []
+        self._exits: dict[str, int] = {}
+        self._plans: deque[PlanShown] = deque(maxlen=2)
+        self._losses: deque[float] = deque(maxlen=LOSSES_KEPT)
+        self._told_generation = 0
+        faults = (self._kill, self._freeze, self._join, self._leave)
+        self._scenes: tuple[Callable[[], None], ...] = faults if has_faults else ()
+        self._num_scenes_done = 0
+
+    def play(self) -> Run:
+        """All of it. Whatever ends it, all processes have ended when this does."""
+        try:
+            since_s = self._begin()
+            for scene in self._scenes:
+                self._calm()
+                scene()
+                self._num_scenes_done += 1
+            self._calm()
+            self._end()
+        finally:
+            self._close()
+        return Run(
+            workers=tuple(self._record.workers.values()),
+            faults=tuple(self._faults),
+            starts=dict(self._nodes.starts),
+            exits=self._exits,
+            slots=SLOTS,
+            began_s=self._began_s,
+            since_s=since_s,
+            ended_s=time.monotonic(),
+        )
+
+    # --- scenes -----------------------------------------------------------------------------------------------
+
+    def _begin(self) -> float:
+        self._say(
+            f"three nodes of two workers start: {', '.join(FIRST)}; their logs are in {self._folder}/logs"
+        )
+        for name in FIRST:
+            self._nodes.start(name)
+        met = self._await_met("a, b and c find each other", since_s=0.0)
+        self._num_scenes_done += 1
+        self._say(f"a, b and c train together, 6 ranks; loss {self._loss():.2f}")
+        port = self._until("the page is served", self._find_port)
+        self._say(f"the job's page: http://127.0.0.1:{port}/")
+        self._watcher = Watcher(port)
+        return met.at_s
+
+    def _kill(self) -> None:
+        at_s = self._hurt("a", "node a, the one of rank 0, is killed: SIGKILL for its agent and both workers")
+        self._nodes.kill("a")
+        without = self._await_met("b and c go on without a", since_s=at_s)
+        self._tell_without(at_s, without)
+        back_s = time.monotonic()
+        self._say("node a starts again")
+        self._nodes.start("a")
+        healed = self._await_met("a comes back", since_s=back_s, joined="a")
+        self._heal(Fault(Kind.KILLED, "a", at_s, healed.at_s, without.at_s, back_s))
+
+    def _freeze(self) -> None:
+        at_s = self._hurt("c", "node c is frozen: SIGSTOP for its agent and both workers; its lease lasts 3 s")
+        self._nodes.freeze("c")
+        without = self._await_met("a and b go on without c", since_s=at_s)
+        self._tell_without(at_s, without)
+        back_s = time.monotonic()
+        self._say("node c thaws: SIGCONT")
+        self._nodes.thaw("c")
+        healed = self._await_met("c comes back", since_s=back_s, joined="c")
+        self._heal(Fault(Kind.FROZEN, "c", at_s, healed.at_s, without.at_s, back_s))
+
+    def _join(self) -> None:
+        at_s = time.monotonic()
+        self._say("node d, which was not there before, starts")
+        self._nodes.start("d")
+        healed = self._await_met("d joins", since_s=at_s, joined="d")
+        self._heal(Fault(Kind.JOINED, "d", at_s, healed.at_s))
+
+    def _leave(self) -> None:
+        at_s = self._hurt("c", "node c is asked to leave: SIGTERM, as before a preemption")
+        self._nodes.ask_to_leave("c")
+        self._exits["c"] = self._until("c leaves", lambda: self._nodes.exit_code("c"))
+        without = self._await_met("a, b and d go on without c", since_s=at_s)
+        self._heal(Fault(Kind.LEFT, "c", at_s, max(time.monotonic(), without.at_s), without.at_s))
+
+    def _calm(self) -> None:
+        target = self._record.last_step() + CALM_STEPS
+        self._until("all is calm", lambda: self._record.last_step() >= target)
+
+    def _end(self) -> None:
+        left_s = max(0.0, self._began_s + self._seconds - time.monotonic())
+        end_s = time.monotonic() + left_s
+        self._until("all is calm", lambda: time.monotonic() >= end_s, within_s=left_s + WITHIN_S)
+        self._say("the training ends, with one last round of all")
+        self._nodes.stop()
+        for name in sorted(self._present):
+            find = functools.partial(self._nodes.exit_code, name)
+            self._exits[name] = self._until("the last round of all", find)
+        self._record.read()
+
+    # --- what scenes are made of ------------------------------------------------------------------------------
+
+    def _hurt(self, name: str, told: str) -> float:
+        self._present.discard(name)
+        self._say(told)
+        return time.monotonic()
+
+    def _tell_without(self, at_s: float, without: Round) -> None:
+        names = " and ".join(sorted(self._present))
+        self._say(f"{names} have averaged without it after {without.at_s - at_s:.1f} s, {self._gap_text(at_s)}")
+
+    def _heal(self, fault: Fault) -> None:
+        self._faults.append(fault)
+        names = ", ".join(sorted(self._present))
+        self._say(f"{names} train together, {len(self._present) * SLOTS} ranks; loss {self._loss():.2f}")
+
+    def _gap_text(self, since_s: float) -> str:
+        workers = [worker for worker in self._record.workers.values() if worker.node in self._present]
+        gap: Gap = longest_gap(workers, self._faults, since_s=since_s)
+        return f"their longest gap between two steps is {gap.seconds:.2f} s"
+
+    def _await_met(self, what: str, *, since_s: float, joined: str | None = None) -> Round:
+        """Until exactly those who are present have had a round of all ranks, and with them who joined."""
+        self._present |= {joined} if joined else set()
+        return self._until(what, lambda: self._record.met(self._present, slots=SLOTS, since_s=since_s))
+
+    def _until(self, what: str, find: Callable[[], T | None], *, within_s: float = WITHIN_S) -> T:
+        """What is found, as soon as it is; None and False are nothing."""
+        deadline_s = time.monotonic() + within_s
+        while True:
+            self._record.read()
+            found = find()
+            if found is not None and found is not False:
+                return found
+            fallen = self._nodes.fallen()
+            if fallen is not None:
+                code = self._nodes.exit_code(fallen)
+                raise self._failure(f"node {fallen} has ended with exit code {code}", name=fallen)
+            if time.monotonic() > deadline_s:
+                raise self._failure(f"not within {within_s:.0f} s: {what}", name=WATCHED)
+            self._refresh(what)
+            time.sleep(POLL_S)
+
+    def _failure(self, message: str, *, name: str) -> DemoError:
+        told = self._nodes.log(name).read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+        log = "\n  ".join([f"the log of {name} ends with:", *told])
+        return DemoError(Problem(f"{message}\n{log}", f"the logs are in {self._folder}/logs"))
+
+    def _find_port(self) -> int | None:
+        found = _URL.search(self._nodes.log(WATCHED).read_text(errors="replace"))
+        return int(found[1]) if found else None
+
+    def _loss(self) -> float:
+        newest = [worker.steps[-1].loss for worker in self._record.workers.values() if worker.steps]
+        return sum(newest) / len(newest) if newest else 0.0
+
+    # --- what is shown ----------------------------------------------------------------------------------------
+
+    def _say(self, text: str) -> None:
+        self._screen.say(time.monotonic() - self._began_s, text)
+
+    def _refresh(self, doing: str) -> None:
+        status = self._watcher.newest if self._watcher else None
+        for plan in self._new_plans():
+            self._plans.append(plan)
+        if status is not None:
+            self._losses.extend(value for name, value in status.values if name == "loss" and value is not None)
+        plans = (None, None, *self._plans)
+        shown = Shown(
+            time.monotonic() - self._began_s,
+            doing,
+            self._num_scenes_done,
+            len(self._scenes) + 2,
+            status,
+            plans[-2],
+            plans[-1],
+            tuple(self._losses),
+        )
+        self._screen.show(shown)
+
+    def _new_plans(self) -> Iterator[PlanShown]:
+        """Tell of generations that nobody was told of yet."""
+        status = self._watcher.newest if self._watcher else None
+        if status is None or not status.generation or status.generation <= self._told_generation:
+            return
+        for event in status.events:
+            # What was before the first look is over.
+            if event.generation and event.generation > self._told_generation > 0:
+                self._say(f"generation {event.generation}, {event.kind}: {event.reason}")
+        self._told_generation = status.generation
+        plan = PlanShown(status.generation, status.levels)
+        if status.levels:
+            self._say(f"plan of generation {plan.generation}: {plan_text(plan)}")
+            yield plan
+
+    def _close(self) -> None:
+        try:
+            self._nodes.close()
+        finally:
+            if self._watcher is not None:
+                self._watcher.close()
