@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
-from elastic_hieravg.agent.elastic_agent import InPlaceAgent, NoRendezvous
+from elastic_hieravg.agent.elastic_agent import InPlaceAgent, NoRendezvous, RestartingAgent
 
 
 def names(function: Callable[..., Any]) -> list[str]:
@@ -55,6 +55,14 @@ def test_overrides_override_something() -> None:
     own = {name for name, value in vars(InPlaceAgent).items() if inspect.isfunction(value)}
     inherited = {name for base in (LocalElasticAgent, SimpleElasticAgent) for name in vars(base)}
     assert own & inherited == {"__init__", "_invoke_run", "_rendezvous", "_start_workers", "_stop_workers"}
+
+
+def test_the_agent_that_restarts_overrides_something() -> None:
+    own = {name for name, value in vars(RestartingAgent).items() if inspect.isfunction(value)}
+    assert own == {"__init__", "_monitor_workers", "_rendezvous", "_restart_workers"}
+    source = inspect.getsource(inspect.unwrap(SimpleElasticAgent._invoke_run))
+    for called in ("_monitor_workers", "_restart_workers"):
+        assert f"self.{called}(" in source
 
 
 def test_the_agent_calls_what_is_overridden() -> None:

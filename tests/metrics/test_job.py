@@ -79,7 +79,7 @@ class Watched:
 
     def await_every_second(self, *, slots: int) -> None:
         """Until all time of the slots since the node began is counted somewhere; never more than there was."""
-        began_s = self.status()["began_s"]
+        began_s = float(self.status()["began_s"])
         names = ("hieravg_productive_seconds_total", "hieravg_badput_seconds_total")
 
         def is_counted() -> bool:
