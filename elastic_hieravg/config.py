@@ -53,6 +53,7 @@ OWNER_VARIABLE = "HIERAVG_SNAPSHOT_OWNER"
 DEFAULT_HIERARCHY = "node=8,global=64"
 
 _SLOTS = re.compile(r"-?[0-9]{1,9}")
+_PORT = re.compile(r"[0-9]{1,5}")
 _STEPS = re.compile(r"[0-9]{1,18}")
 _PARAMS = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([KMBT]?)", re.IGNORECASE)
 _PARAMS_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -276,7 +277,7 @@ def read_metrics_place(
         return None
     if wanted == "auto":
         return MetricsPlace(where, 0)
-    if not wanted.isascii() or not wanted.isdecimal() or not 0 < int(wanted) < 1 << 16:
+    if not _PORT.fullmatch(wanted) or not 0 < int(wanted) < 1 << 16:
         raise UsageError(
             Problem(f"--metrics-port is {wanted!r}", "give a port, auto for a free one, or off for none")
         )
