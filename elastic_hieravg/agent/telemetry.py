@@ -194,6 +194,9 @@ class Telemetry:
         """What this node sees of the job has changed. `ended_s`: when it saw a process end, if it did."""
         self._node_id = self._facts.node = view.me.node_id
         self._board.see(self._wall(), view)
+        lost = {loss.incarnation for loss in (view.lost or {}).values()}
+        members = view.generation.members if view.generation else ()
+        self._recovery.spoke_up({member.incarnation for member in members} - lost)
         for loss in (view.lost or {}).values():
             if not loss.is_on_purpose and self._plan is not None:
                 last_sign_s = self._last_sign_s(loss.incarnation, loss.why, loss.since_s, ended_s)
@@ -303,11 +306,8 @@ class Telemetry:
 
     def _adopt(self, adopted: Adopted) -> None:
         generation = adopted.generation
-        is_loss = generation.kind in (Kind.LOSS, Kind.RESTART)
         members = {member.incarnation for member in generation.members}
-        self._tell_phases(
-            self._recovery.adopted(self._clock(), number=generation.number, is_loss=is_loss, members=members)
-        )
+        self._tell_phases(self._recovery.adopted(self._clock(), number=generation.number, members=members))
         self._plan = adopted.plan
         self._facts.generation = generation.number
         self.registry.count(names.GENERATIONS, str(generation.kind))

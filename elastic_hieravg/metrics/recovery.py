@@ -31,16 +31,21 @@ class Recovery:
         self._evidence[incarnation] = since_s
         return [] if last_sign_s is None else [(Phase.DETECT, max(0.0, since_s - last_sign_s))]
 
-    def adopted(self, now_s: float, *, number: int, is_loss: bool, members: Collection[str]) -> Phases:
-        """A generation with these incarnations has come."""
+    def spoke_up(self, incarnations: Collection[str]) -> None:
+        """These are not lost, whatever was known before."""
+        for incarnation in self._evidence.keys() & set(incarnations):
+            del self._evidence[incarnation]
+
+    def adopted(self, now_s: float, *, number: int, members: Collection[str]) -> Phases:
+        """A generation with these incarnations has come. Only one without somebody who was lost counts."""
         known = [since_s for incarnation, since_s in self._evidence.items() if incarnation not in members]
         self._evidence = {each: since_s for each, since_s in self._evidence.items() if each in members}
-        if not is_loss:
+        if not known:
             return []
         # A loss on the way to the generation after another: that way was the longer one.
         self._number, self._entered_s = number, None
         self._adopted_s = now_s if self._adopted_s is None else self._adopted_s
-        return [(Phase.REPLAN, max(0.0, now_s - min(known)))] if known else []
+        return [(Phase.REPLAN, max(0.0, now_s - min(known)))]
 
     def entered(self, now_s: float, *, number: int) -> Phases:
         """All workers of this node work in a generation."""

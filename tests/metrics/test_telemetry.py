@@ -159,6 +159,17 @@ def test_leaving_on_purpose_is_no_loss_to_recover_from(agent: Agent) -> None:
     agent.adopt(1, "a", "b")
     lost = {"b": Loss("b1", 1000.0, "it left on purpose", is_on_purpose=True)}
     agent.telemetry.viewed(view(generation(1, node("a"), node("b")), lost=lost))
+    agent.adopt(2, "a", kind=Kind.LOSS)
+    agent.telemetry.entered(2)
+    assert agent.phases() == {}
+
+
+def test_a_suspicion_that_was_wrong_is_no_loss_to_recover_from(agent: Agent) -> None:
+    agent.adopt(1, "a", "b")
+    lost = {"b": Loss("b1", 1000.0, "its process ended (seen by c)")}
+    agent.telemetry.viewed(view(generation(1, node("a"), node("b")), lost=lost))
+    agent.telemetry.viewed(view(generation(1, node("a"), node("b"))))
+    agent.adopt(2, "a", kind=Kind.LOSS)
     assert agent.phases() == {}
 
 

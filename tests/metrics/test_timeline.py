@@ -103,7 +103,7 @@ def test_phases_of_a_recovery_follow_each_other() -> None:
     recovery = Recovery()
     assert recovery.lost("b1", since_s=10.5, last_sign_s=10.0) == [(Phase.DETECT, 0.5)]
     assert recovery.lost("b1", since_s=10.5, last_sign_s=10.0) == [], "told once"
-    assert recovery.adopted(10.75, number=7, is_loss=True, members={"a1"}) == [(Phase.REPLAN, 0.25)]
+    assert recovery.adopted(10.75, number=7, members={"a1"}) == [(Phase.REPLAN, 0.25)]
     assert recovery.committed(10.8, number=7) == [], "nobody has entered"
     assert recovery.entered(10.9, number=6) == [], "another generation"
     assert recovery.entered(11.75, number=7) == [(Phase.REGROUP, 1.0)]
@@ -120,23 +120,33 @@ def test_a_rack_that_is_lost_is_one_change() -> None:
     recovery.lost("c1", since_s=11.0, last_sign_s=None)
     recovery.lost("d1", since_s=12.0, last_sign_s=None)
     # d's loss came too late for this one.
-    assert recovery.adopted(12.0, number=2, is_loss=True, members={"a1", "d1"}) == [(Phase.REPLAN, 2.0)]
-    assert recovery.adopted(14.0, number=3, is_loss=True, members={"a1"}) == [(Phase.REPLAN, 2.0)]
+    assert recovery.adopted(12.0, number=2, members={"a1", "d1"}) == [(Phase.REPLAN, 2.0)]
+    assert recovery.adopted(14.0, number=3, members={"a1"}) == [(Phase.REPLAN, 2.0)]
     assert recovery.entered(15.0, number=3) == [(Phase.REGROUP, 3.0)]
 
 
 def test_growth_is_no_recovery() -> None:
     recovery = Recovery()
-    assert recovery.adopted(1.0, number=1, is_loss=False, members={"a1"}) == []
+    assert recovery.adopted(1.0, number=1, members={"a1"}) == []
     assert recovery.entered(2.0, number=1) == []
     assert recovery.committed(3.0, number=1) == []
 
 
 def test_own_workers_that_die_end_it() -> None:
     recovery = Recovery()
-    recovery.adopted(1.0, number=2, is_loss=True, members={"a1"})
+    recovery.lost("b1", since_s=0.5, last_sign_s=None)
+    recovery.adopted(1.0, number=2, members={"a1"})
     recovery.forget()
     assert recovery.entered(2.0, number=2) == []
+
+
+def test_who_speaks_up_was_not_lost() -> None:
+    recovery = Recovery()
+    recovery.lost("b1", since_s=0.5, last_sign_s=None)
+    recovery.spoke_up({"a1", "b1"})
+    # Long after that it leaves.
+    assert recovery.adopted(100.0, number=2, members={"a1"}) == []
+    assert recovery.entered(101.0, number=2) == []
 
 
 def test_losses_that_are_known_are_bounded() -> None:
