@@ -5,6 +5,7 @@ not explain: a frozen node may miss steps once, a killed one starts anew once, a
 """
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,10 +90,8 @@ def find_facts(run: Run) -> Facts:
     losses = loss_points(run.workers)
     gone = dict.fromkeys(Kind, 0)
     for fault in run.faults:
-        of_node = [
-            sum(1 for _ in _unshared(worker, fault)) for worker in run.workers if worker.node == fault.node
-        ]
-        gone[fault.kind] += max(of_node, default=0)
+        counts = [len(_unshared(worker, fault)) for worker in _hurt(run, fault)]
+        gone[fault.kind] += max(counts, default=0)
     return Facts(
         faults=run.faults,
         num_steps=max((worker.steps[-1].step for worker in run.workers if worker.steps), default=0),
@@ -247,22 +246,34 @@ def _differing(run: Run) -> str:
     return "at the end" if len(set(ends)) > 1 else ""
 
 
-def _unshared(worker: Worker, fault: Fault) -> Iterator[Step]:
+def _hurt(run: Run, fault: Fault) -> list[Worker]:
+    """The processes that something was done to: of the node, there at that time, and not killed before."""
+    earlier = [
+        each
+        for each in run.faults
+        if each.node == fault.node and each.kind is Kind.KILLED and each.at_s < fault.at_s
+    ]
+    started_s = max((each.at_s for each in earlier), default=0.0)
+    return [
+        worker
+        for worker in run.workers
+        if worker.node == fault.node and worker.steps and started_s < worker.steps[0].at_s <= fault.healed_s
+    ]
+
+
+def _unshared(worker: Worker, fault: Fault) -> list[Step]:
     """The steps that a worker made after its last round before it was hurt, and that nobody has a part of."""
     if fault.kind is Kind.JOINED:
-        return
+        return []
     hurt_s = fault.healed_s if fault.kind is Kind.LEFT else fault.at_s
-    if not worker.steps or worker.steps[0].at_s > hurt_s:
-        return
+    if worker.steps[0].at_s > hurt_s:
+        return []
     before = [each for each in worker.rounds if each.at_s <= hurt_s]
     after = [each for each in worker.rounds if each.at_s > hurt_s]
     last_step = before[-1].step if before else 0
-    until_s = after[0].at_s if after else float("inf")
-    yield from (
-        step
-        for step in worker.steps
-        if step.step > last_step and step.at_s < until_s and (not before or step.at_s > before[-1].at_s)
-    )
+    from_s = before[-1].at_s if before else 0.0
+    until_s = after[0].at_s if after else math.inf
+    return [step for step in worker.steps if step.step > last_step and from_s < step.at_s < until_s]
 
 
 def _goodput_ratio(run: Run) -> float:
@@ -278,9 +289,8 @@ def _goodput_ratio(run: Run) -> float:
         if not steps:
             continue
         of_node = [fault for fault in run.faults if fault.node == node]
-        gone_s = sum(
-            step.busy_s for fault in of_node for worker in workers for step in _unshared(worker, fault)
-        )
+        gone = [step for fault in of_node for worker in _hurt(run, fault) for step in _unshared(worker, fault)]
+        gone_s = sum(step.busy_s for step in gone)
         until_s = next((fault.healed_s for fault in of_node if fault.kind is Kind.LEFT), run.ended_s)
         until_s = min(until_s, max(step.at_s for worker in run.workers for step in worker.steps))
         from_s = max(run.since_s, min(step.at_s - step.busy_s for step in steps))

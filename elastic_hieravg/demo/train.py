@@ -21,8 +21,8 @@ from elastic_hieravg.events import Outcome, RoundDone
 
 TEXT_BYTES = 1_000_000
 NUM_CHARACTERS = 128
-BATCH = 8
-WINDOW = 32
+BATCH = 12
+WINDOW = 24
 RATE = 0.002
 # A step takes at least so long, like that of a larger model: eight workers should leave a laptop usable.
 STEP_S = 0.025
@@ -31,7 +31,7 @@ STEP_S = 0.025
 class CharacterModel(nn.Module):
     """Says for every character of a window which one comes next."""
 
-    def __init__(self, *, width: int = 96) -> None:
+    def __init__(self, *, width: int = 72) -> None:
         super().__init__()
         self.embedding = nn.Embedding(NUM_CHARACTERS, width // 3)
         self.memory = nn.GRU(width // 3, width, batch_first=True)
