@@ -2,12 +2,13 @@
 
 import http.client
 import json
+import os
 import re
 import socket
 import subprocess
 import time
 from collections import defaultdict
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ POLL_S = 0.05
 UNTOLD_S = 3.0
 COUNTERS = {metric.name for metric in CATALOGUE if metric.kind is Kind.COUNTER}
 HISTOGRAMS = {metric.name for metric in CATALOGUE if metric.kind is Kind.HISTOGRAM}
+
+NUM_CLIENTS = 200
+GROWN_BYTES_MAX = 32 * 1024 * 1024
+# Connections that come and go: to the store, and this test's own.
+FEW = 5
 
 Series = tuple[str, frozenset[tuple[str, str]]]
 
@@ -105,6 +111,7 @@ def test_a_job_is_seen_from_outside_while_a_worker_dies_and_comes_back(tmp_path:
         assert b"in no generation" in b.get("/readyz")[1] or b.get("/readyz")[0] == 200
         job.await_together("a", "b")
         see_both_train(a, b)
+        bother(job, a)
         watch_recovery(job, a, b)
         job.await_together("a", "b")
         see_what_happened(a, b)
@@ -137,6 +144,31 @@ def see_both_train(a: Watched, b: Watched) -> None:
         assert 0 < (node.value("hieravg_goodput_ratio") or 0) < 1
         assert b"<html" in node.get("/")[1]
         node.await_every_second(slots=2)
+
+
+def bother(job: RunningJob, a: Watched) -> None:
+    """200 clients at once, some of which mean no good: the agent does not grow, and its workers step on."""
+    agent = Path(f"/proc/{job.nodes['a'].process.pid}")
+
+    def memory_bytes() -> int:
+        return int((agent / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def num_descriptors() -> int:
+        return len(list((agent / "fd").iterdir()))
+
+    memory, descriptors = memory_bytes(), num_descriptors()
+    steps = a.value("hieravg_steps_total", local_rank="0") or 0.0
+    says = [b"GET /sta", b"\x16\x03\x01\0", b"GET /metrics HTTP/1.1\r\n\r\n", b"GET /status HTTP/1.1\r\n\r\n"]
+    with ExitStack() as stack:
+        for index in range(NUM_CLIENTS):
+            sock = stack.enter_context(
+                closing(socket.create_connection(("127.0.0.1", a.port), timeout=WITHIN_S))
+            )
+            sock.sendall(says[index % len(says)])
+        assert a.get("/healthz")[0] == 200
+        a.await_value("hieravg_steps_total", steps + 20.0, local_rank="0")
+        assert memory_bytes() - memory < GROWN_BYTES_MAX
+    job.wait_for("their connections are closed", lambda: num_descriptors() <= descriptors + FEW)
 
 
 def watch_recovery(job: RunningJob, a: Watched, b: Watched) -> None:
