@@ -31,7 +31,7 @@ test: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest --cov
+	$(BIN)/pytest --cov --numprocesses 2 --dist loadfile
 
 soak: $(VENV)/installed
 	SEED=$${SEED:-$$(date +%s)}; echo "SEED=$$SEED"; export SEED; \
