@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "elastic_hieravg"
 SOURCES = sorted(
     path
-    for folder in ("elastic_hieravg", "tests", "benchmarks", "dashboards")
+    for folder in ("elastic_hieravg", "tests", "benchmarks", "dashboards", "examples")
     for path in (ROOT / folder).rglob("*.py")
 )
 # What decides without acting. A list of what is allowed, because nobody can list all that reaches outside.

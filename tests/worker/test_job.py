@@ -84,7 +84,8 @@ def test_a_step_with_nothing_due_costs_microseconds() -> None:
 
 def test_the_newest_number_of_each_name_is_kept() -> None:
     job = eh.join()
-    job.report(loss=torch.tensor(2.5), accuracy=0.5)
+    # A loss as it is, with its gradient: no warning either.
+    job.report(loss=torch.tensor(2.5, requires_grad=True), accuracy=0.5)
     job.report(loss=1)
     assert dict(job.reported) == {"loss": 1.0, "accuracy": 0.5}
 

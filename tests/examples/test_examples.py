@@ -1,0 +1,159 @@
+"""Every example runs on two nodes of two workers: its loss falls, and all replicas end identical.
+
+Those that need a package which is not one of ours are tested where it is installed; they are not collected
+elsewhere, so that nothing is skipped.
+"""
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.membership.etcd_servers import free_ports
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+BIN = Path(sys.executable).parent
+WITHIN_S = 120.0
+NUM_NODES = NUM_SLOTS = 2
+# An example, and what it needs beside torch.
+NEEDS = {
+    "ddp_in_node": "",
+    "fsdp_in_node": "",
+    "huggingface_trainer": "transformers",
+    "image_classifier": "",
+    "language_model": "",
+    "lightning_module": "lightning",
+    "plain_loop": "",
+}
+HERE = [name for name, package in NEEDS.items() if not package or importlib.util.find_spec(package)]
+ENDED = re.compile(r"rank (\d+): (\d+) steps, loss ([\d.]+) to ([\d.]+), model ([0-9a-f]{12})")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What a rank printed at its end."""
+
+    rank: int
+    num_steps: int
+    first_loss: float
+    last_loss: float
+    digest: str
+
+
+def run(commands: Sequence[Sequence[str]], folder: Path) -> list[Ended]:
+    """Run these beside each other until all are done. Nothing may be left of them, and none may fail."""
+    logs = [folder / f"log-{index}" for index in range(len(commands))]
+    processes = []
+    for command, log in zip(commands, logs, strict=True):
+        with log.open("wb") as out:
+            processes.append(
+                subprocess.Popen(
+                    ["setpriv", "--pdeathsig", "KILL", *command],
+                    stdout=out,
+                    stderr=out,
+                    cwd=folder,
+                    env=os.environ | {"OMP_NUM_THREADS": "1"},
+                )
+            )
+    deadline_s = time.monotonic() + WITHIN_S
+    try:
+        codes = [process.wait(max(0.0, deadline_s - time.monotonic())) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    printed = "\n".join(log.read_text(errors="replace") for log in logs)
+    assert codes == [0] * len(commands), printed
+    assert "UserWarning" not in printed, printed
+    found = [Ended(int(a), int(b), float(c), float(d), e) for a, b, c, d, e in ENDED.findall(printed)]
+    assert found, printed
+    return sorted(found, key=lambda ended: ended.rank)
+
+
+def check(ended: Sequence[Ended], *, num_ranks: int, steps: int) -> None:
+    assert [each.rank for each in ended] == list(range(num_ranks))
+    assert all(each.num_steps == steps for each in ended), ended
+    assert sum(each.last_loss for each in ended) < 0.7 * sum(each.first_loss for each in ended), ended
+    assert len({each.digest for each in ended}) == 1, ended
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_example_trains_on_two_nodes_and_its_replicas_end_identical(name: str, tmp_path: Path) -> None:
+    steps, (port,) = 48, free_ports(1)
+    commands = [
+        [
+            *(str(BIN / "hieravg"), "run", "--node-id", node, f"--nnodes={NUM_NODES}:{NUM_NODES}"),
+            *(f"--nproc-per-node={NUM_SLOTS}", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=example"),
+            *("--hierarchy", "node=4,global=16", "--metrics-port", "off"),
+            *(str(EXAMPLES / f"{name}.py"), "--steps", str(steps)),
+        ]
+        for node in "ab"[:NUM_NODES]
+    ]
+    check(run(commands, tmp_path), num_ranks=NUM_NODES * NUM_SLOTS, steps=steps)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param([sys.executable], id="alone"),
+        pytest.param(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], id="torchrun"
+        ),
+    ],
+)
+def test_the_same_script_runs_alone_and_under_torchrun(start: list[str], tmp_path: Path) -> None:
+    ended = run([[*start, str(EXAMPLES / "plain_loop.py"), "--steps", "48"]], tmp_path)
+    check(ended, num_ranks=2 if "--standalone" in start else 1, steps=48)
+
+
+def test_every_example_is_run_here_and_named_in_the_readme() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == NEEDS.keys()
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    assert all(f"examples/{name}.py" in readme for name in NEEDS)
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_each_example_is_complete_by_itself(name: str) -> None:
+    """It can be copied: it imports nothing from beside it, and begins with how to start it."""
+    tree = ast.parse((EXAMPLES / f"{name}.py").read_text())
+    opening = ast.get_docstring(tree)
+    assert opening is not None
+    assert f"examples/{name}.py" in opening
+    imported = {each.module for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)}
+    imported |= {alias.name for each in ast.walk(tree) if isinstance(each, ast.Import) for alias in each.names}
+    assert not {str(module).partition(".")[0] for module in imported} & NEEDS.keys()
+
+
+class Place:
+    """As much of a job as the data's position needs."""
+
+    def __init__(self, step: int, rank: int, world_size: int) -> None:
+        self.step, self.rank, self.world_size = step, rank, world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_of_an_epoch_share_the_data_out_and_none_sees_a_row_twice(world_size: int) -> None:
+    spec = importlib.util.spec_from_file_location("plain_loop", EXAMPLES / "plain_loop.py")
+    assert spec is not None
+    assert spec.loader is not None
+    plain_loop = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plain_loop)
+    num_rows = 1000
+    steps = num_rows // (plain_loop.BATCH * world_size)
+    rows = torch.cat(
+        [
+            plain_loop.rows_of(Place(step, rank, world_size), num_rows)
+            for step in range(steps, 2 * steps)
+            for rank in range(world_size)
+        ]
+    )
+    assert len(rows) == steps * world_size * plain_loop.BATCH == len(set(rows.tolist()))
