@@ -7,6 +7,7 @@ whatever clients do, the others are served on, and nothing of it reaches the tra
 
 import contextlib
 import errno
+import os
 import re
 import selectors
 import socket
@@ -129,7 +130,8 @@ def listen(host: str, port: int) -> Listener | None:
             sock = _listen(host, 0)
         except OSError:
             return None
-        warning = f"port {port} of {host} cannot be used ({exc.strerror}); metrics are at port"
+        why = os.strerror(exc.errno) if exc.errno else str(exc)
+        warning = f"port {port} of {host} cannot be used ({why}); metrics are at port"
         return Listener(sock, f"{warning} {sock.getsockname()[1]}")
 
 

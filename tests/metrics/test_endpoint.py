@@ -236,7 +236,7 @@ def test_a_port_that_is_taken_is_no_reason_to_fail() -> None:
         with contextlib.closing(second.sock):
             other = second.sock.getsockname()[1]
             assert other != port
-            assert f"port {port} of 127.0.0.1 cannot be used" in second.warning
+            assert f"port {port} of 127.0.0.1 cannot be used (Address already in use);" in second.warning
             assert second.warning.endswith(f"metrics are at port {other}")
     assert first.warning == ""
     assert listen("192.0.2.1", 0) is None
