@@ -69,6 +69,7 @@ class ElasticAverager:
         self._boundary = Boundary()
         self._holds_model = False
         self._lost_round = False
+        self._owes_round = self._is_paying = False
         self._is_ending = False
         self._is_ended = False
         self._is_draining = False
@@ -278,7 +279,17 @@ class ElasticAverager:
             # A newer generation came in between.
             return False
         self._enter(entering, taken)
+        self._run_owed()
         return True
+
+    def _run_owed(self) -> None:
+        """Run the round with which a generation begins; after one that failed, the next generation's."""
+        if not self._is_paying:
+            self._is_paying = True
+            while self._owes_round:
+                self._owes_round = False
+                self._run(self._engine.plan.levels[-1])
+            self._is_paying = False
 
     def _set_running(self, level: PlannedLevel | None) -> None:
         with self.generations.changed:
@@ -288,8 +299,7 @@ class ElasticAverager:
     def _enter(self, entering: Entering, built: Mapping[GroupKey, AveragingGroup]) -> None:
         engine, entry = self._engine, entering.entry
         if engine.in_doubt is not None:
-            is_committed = entry.was_committed(*engine.in_doubt)
-            engine.settle(is_committed=is_committed)
+            engine.settle(is_committed=entry.was_committed(*engine.in_doubt))
         if entering.state is not None and not self._holds_model:
             take_state(self._optimizer, entering.state, step=entry.step)
         engine.switch(
@@ -308,9 +318,8 @@ class ElasticAverager:
             self._holds_model = 0 < entry.step == engine.step_count
         self._tell(Entered(entering.adopted.generation.number))
         self._on_change(entering.adopted)
-        if entry.is_round_wanted and engine.plan.levels:
-            self._run(engine.plan.levels[-1])
-        elif not engine.plan.levels:
+        self._owes_round = entry.is_round_wanted and bool(engine.plan.levels)
+        if not engine.plan.levels:
             self._holds_model, self._lost_round = True, False
         self._keep_step = math.inf if engine.plan.levels else engine.step_count
 
