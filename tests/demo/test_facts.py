@@ -30,7 +30,7 @@ def test_a_run_in_which_everything_held_has_a_fact_a_line() -> None:
         "longest gap of a survivor: 0.30 s, when a was killed",
         "goodput: 69%",
         "steps: 100",
-        "loss at the start: 0.59",
+        "loss at the start: 0.61",
         "loss at the end: 0.04",
         "seconds: 10.5",
     )
