@@ -215,7 +215,7 @@ def _trace_text(trace: Sequence[float], *, top: float) -> str:
     """One scale for all nodes: a slow one stands out. Each cell is the mean of its points.
 
     >>> _trace_text([0.01, 0.01, 0.04], top=0.04)
-    '▂▂█'
+    '▃▃█'
     """
     if not trace or top <= 0:
         return ""
