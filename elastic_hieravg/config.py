@@ -29,6 +29,9 @@ LABELS_FILE_BYTES_MAX = 1024 * 1024
 # What Kubernetes calls the labels that everybody has.
 KUBERNETES_LABELS = {"topology.kubernetes.io/zone": "zone", "topology.kubernetes.io/region": "region"}
 HOST_LABEL = "host"
+# Where an agent leaves a sentence about why it ended; in pods, where Kubernetes looks for it.
+TERMINATION_FILE_VARIABLE = "HIERAVG_TERMINATION_FILE"
+NNODES_FILE_BYTES_MAX = 4096
 # Where a worker finds its agent: the name of a socket, and a word that only this agent's workers know.
 AGENT_SOCKET_VARIABLE = "HIERAVG_AGENT_SOCKET"
 AGENT_TOKEN_VARIABLE = "HIERAVG_AGENT_TOKEN"  # noqa: S105 - the name of it
@@ -55,6 +58,7 @@ DEFAULT_HIERARCHY = "node=8,global=64"
 _SLOTS = re.compile(r"-?[0-9]{1,9}")
 _PORT = re.compile(r"[0-9]{1,5}")
 _STEPS = re.compile(r"[0-9]{1,18}")
+_NNODES = re.compile(r"([0-9]{1,6})(?::([0-9]{1,6}))?")
 _PARAMS = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([KMBT]?)", re.IGNORECASE)
 _PARAMS_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _PARAMS_MAX = 10**15
@@ -208,6 +212,20 @@ def read_secret(path: Path) -> str:
     if not secret:
         raise UsageError(Problem(f"{path} is empty", "write the password into it"))
     return secret
+
+
+def read_nnodes_file(path: Path) -> tuple[int, int]:
+    """The least and the most nodes of a job, written as `--nnodes` is: MIN:MAX, or one number for both."""
+    text = _read_bounded(path, bytes_max=NNODES_FILE_BYTES_MAX, kind="file with MIN:MAX").strip()
+    match = _NNODES.fullmatch(text)
+    if match is None:
+        raise UsageError(Problem(f"{path} has {text[:40]!r}", "write MIN:MAX nodes into it, for example 2:4"))
+    return int(match[1]), int(match[2] or match[1])
+
+
+def termination_file() -> str:
+    """Where to say why this process ended, or nothing."""
+    return os.environ.get(TERMINATION_FILE_VARIABLE, "")
 
 
 def read_steps(text: str, *, flag: str) -> int:

@@ -106,7 +106,7 @@ def starting_warm(pool: WarmPool) -> Iterator[None]:
 
 
 class InPlaceAgent(LocalElasticAgent):
-    """`exit_code` says how it ended, once `run` has returned."""
+    """`exit_code` and `reason` say how it ended, once `run` has returned."""
 
     def __init__(
         self,
@@ -126,6 +126,7 @@ class InPlaceAgent(LocalElasticAgent):
             shutdown_timeout=STOP_TIMEOUT_S,
         )
         self.exit_code = EXIT_FAILED
+        self.reason = ""
         self._node = node
         self._grace_s = grace_s
         self._has_started = False
@@ -200,7 +201,7 @@ class InPlaceAgent(LocalElasticAgent):
         ended = status.ended
         if result.state is WorkerState.SUCCEEDED and (ended is None or ended.is_success):
             self._node.finish(Closing(True, "training is done"))
-            self.exit_code = EXIT_DONE
+            self.exit_code, self.reason = EXIT_DONE, "training is done"
             return True
         if ended is None:
             return False
@@ -213,11 +214,13 @@ class InPlaceAgent(LocalElasticAgent):
         ):
             # The loops are over here too; what the script does after them is its own affair.
             return False
-        _log.warning("the job is over: %s", ended.reason)
+        self.reason = f"the job is over: {ended.reason}"
+        _log.warning("%s", self.reason)
         if ended.is_success and (is_running or not self._node.is_done):
             self.exit_code = EXIT_DONE
         elif ended.is_success:
-            _log.error("the script failed after its training loop")
+            self.reason = "the script failed after its training loop"
+            _log.error("%s", self.reason)
         else:
             self.exit_code = EXIT_DO_NOT_RETRY if ended.is_hopeless else EXIT_FAILED
         return True
@@ -226,13 +229,17 @@ class InPlaceAgent(LocalElasticAgent):
         """Go on purpose. What the node did since the last global round goes along if there is time for it."""
         self.exit_code = EXIT_LEFT
         deadline_s = time.monotonic() + self._grace_s - LEAVE_S - STOP_TIMEOUT_S
-        _log.warning("leaving on %s", signal.Signals(self._signals[0]).name)
+        signal_name = signal.Signals(self._signals[0]).name
+        _log.warning("leaving on %s", signal_name)
         self._node.drain()
         while not self._node.is_drained and time.monotonic() < deadline_s and len(self._signals) < 2:
             self._node.telemetry.looked()
             time.sleep(POLL_S)
+        self.reason = f"left on {signal_name}; what this node did is in the others' models"
         if not self._node.is_drained:
-            _log.warning("there was no time for one more round: what this node did since the last one is lost")
+            why = "there was no time for one more round: what this node did since the last one is lost"
+            self.reason = f"left on {signal_name}; {why}"
+            _log.warning("%s", why)
         self._node.leave(timeout_s=LEAVE_S)
         return True
 
@@ -268,6 +275,8 @@ class InPlaceAgent(LocalElasticAgent):
         that of a newcomer: others train, and it is this node that differs.
         """
         _log.error("this node gives up: %s", why)
+        # Of a traceback the last line is the sentence.
+        self.reason = f"this node gives up: {why.strip().splitlines()[-1]}"
         self.exit_code = EXIT_DO_NOT_RETRY if is_hopeless else EXIT_FAILED
         if is_hopeless and not self._node.is_newcomer:
             self._node.finish(Closing(False, why, is_hopeless=True))

@@ -7,6 +7,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.launcher.api import LaunchConfig
 
+from elastic_hieravg.agent.bounds_file import BoundsFile
 from elastic_hieravg.agent.elastic_agent import InPlaceAgent, NoRendezvous, starting_warm
 from elastic_hieravg.agent.logs import Facts
 from elastic_hieravg.agent.node import InPlaceNode
@@ -20,6 +21,7 @@ from elastic_hieravg.agent.restarting import (
 from elastic_hieravg.agent.settings import RunSettings
 from elastic_hieravg.agent.stores import open_store
 from elastic_hieravg.agent.telemetry import Telemetry
+from elastic_hieravg.agent.termination import leave_message
 from elastic_hieravg.agent.warm_pool import OWN_MODULES, WarmPool
 from elastic_hieravg.config import export
 from elastic_hieravg.membership.kv import KeyValue
@@ -108,6 +110,10 @@ def _run_in_place(
     )
     stack.callback(node.close)
     stack.callback(telemetry.close)
+    if settings.nnodes_file is not None:
+        bounds, path = settings.policy.job.bounds, settings.nnodes_file
+        file = BoundsFile(path, first=bounds, change=node.change_bounds, status=lambda: node.status)
+        stack.enter_context(closing(file))
     telemetry.serve(
         settings.metrics,
         why_not_ready=node.why_not_ready,
@@ -126,6 +132,7 @@ def _run_in_place(
         grace_s=settings.grace_s,
     )
     agent.run()
+    leave_message(agent.reason)
     return agent.exit_code
 
 

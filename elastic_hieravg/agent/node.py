@@ -34,7 +34,7 @@ from elastic_hieravg.membership.local import (
     Stop,
 )
 from elastic_hieravg.membership.messages import Adopted, Candidate, Ended, Failed, Fenced, Notice, Warned
-from elastic_hieravg.membership.records import Closing, Kind, StoreOffer
+from elastic_hieravg.membership.records import Bounds, Closing, Kind, StoreOffer
 from elastic_hieravg.membership.service import Membership, Status, StoreAway, StoreBack
 from elastic_hieravg.membership.snapshot_files import Owner, remove_of, remove_stale
 from elastic_hieravg.plan import change_text, difference
@@ -180,6 +180,10 @@ class InPlaceNode:
         is_in = status.is_listed and status.adopted is not None and bool(self._entered)
         is_alone = status.adopted is not None and len(status.adopted.generation.members) == 1
         return not is_in or is_alone or len(self._drained) == self._slots
+
+    def change_bounds(self, bounds: Bounds) -> None:
+        """Have the job run with other bounds from now on, for everybody."""
+        self._membership.change_bounds(bounds)
 
     def leave(self, *, timeout_s: float) -> bool:
         """Go on purpose; True once a generation without this node is written, or nobody is left to."""

@@ -21,6 +21,7 @@ from elastic_hieravg.agent.elastic_agent import (
     RestartingAgent,
 )
 from elastic_hieravg.agent.telemetry import Telemetry
+from elastic_hieravg.agent.termination import leave_message
 from elastic_hieravg.config import (
     AGENT_SOCKET_VARIABLE,
     AGENT_TOKEN_VARIABLE,
@@ -101,12 +102,21 @@ def run_restarting(spec: WorkerSpec, config: LaunchConfig, telemetry: Telemetry)
             spec.rdzv_handler.shutdown()
     except ChildFailedError as exc:
         _log.error("%s", exc)
+        leave_message(f"this node gives up: {_last_words(exc)}")
         codes = [failure.exitcode for failure in exc.failures.values()]
         return EXIT_DO_NOT_RETRY if EXIT_DO_NOT_RETRY in codes else EXIT_FAILED
     except SignalException as exc:
         _log.warning("left on %s", exc.sigval.name)
+        leave_message(f"left on {exc.sigval.name}")
         return EXIT_LEFT
     except RendezvousError as exc:
         _log.error("%s", exc)
+        leave_message(str(exc))
         return EXIT_FAILED
+    leave_message("training is done")
     return EXIT_DONE
+
+
+def _last_words(failed: ChildFailedError) -> str:
+    rank, failure = failed.get_first_failure()
+    return f"worker {rank} exited with {failure.exitcode}; see what it printed"

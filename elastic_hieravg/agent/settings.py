@@ -4,12 +4,14 @@ import secrets
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from elastic_hieravg.config import (
     MetricsPlace,
     host_name,
     read_metrics_place,
     read_modules,
+    read_nnodes_file,
     read_node_labels,
     read_steps,
 )
@@ -53,7 +55,8 @@ class Embedded:
 class RunSettings:
     """`hang_timeout_s` is None if it follows the worker's own steps. `warm`: modules, none if not wanted.
 
-    `metrics`: where this node's metrics are served, None if nowhere.
+    `metrics`: where this node's metrics are served, None if nowhere. `nnodes_file`: where bounds are read that
+    change while the job runs, None if they do not.
     """
 
     run_id: str
@@ -65,6 +68,7 @@ class RunSettings:
     hang_timeout_s: float | None
     warm: tuple[str, ...] = ()
     metrics: MetricsPlace | None = None
+    nnodes_file: Path | None = None
 
 
 def read_run_settings(
@@ -90,6 +94,10 @@ def read_run_settings(
     seconds = {name: each for name, each in read.items() if isinstance(each, float)}
     if flags.rdzv_backend == ETCD and not _has_run_id(flags):
         problems.append(Problem("there is no run id", "give every job its own: --rdzv-id=job7"))
+    nnodes_file = Path(flags.nnodes_file) if flags.nnodes_file else None
+    if nnodes_file is not None:
+        read_bounds = gather(lambda: read_nnodes_file(nnodes_file), problems)
+        nodes_min, nodes_max = read_bounds or (nodes_min, nodes_max)
     store = gather(lambda: _store(flags, texts, nodes_max=nodes_max), problems)
     job = gather(lambda: _job(flags, nodes_min=nodes_min, nodes_max=nodes_max), problems)
     warm = gather(lambda: read_modules(flags.warm, flag="--warm") if flags.warm else (), problems)
@@ -107,13 +115,19 @@ def read_run_settings(
     return RunSettings(
         run_id,
         store,
-        Policy(job, join_settle_s=seconds["last_call_timeout"], pause_s=seconds["join_timeout"]),
+        Policy(
+            job,
+            join_settle_s=seconds["last_call_timeout"],
+            pause_s=seconds["join_timeout"],
+            follows_bounds=nnodes_file is not None,
+        ),
         Candidate(node.node_id, node.slots, node.labels, address, 0, may_rename=not flags.node_id),
         seconds["lease_ttl_s"],
         seconds["grace_s"],
         None if given["hang_timeout_s"] is None else seconds["hang_timeout_s"],
         warm or (),
         metrics,
+        nnodes_file,
     )
 
 
@@ -159,6 +173,9 @@ def _job(flags: Namespace, *, nodes_min: int, nodes_max: int) -> Job:
     mode = next((each for each in Mode if each == flags.membership), None)
     if mode is None:
         problems.append(Problem(f"--membership is {flags.membership}", f"take {' or '.join(Mode)}"))
+    if mode is Mode.RESTART and flags.nnodes_file:
+        hint = "give --nnodes there; its bounds stay as they are"
+        problems.append(Problem("--nnodes-file is not for --membership restart", hint))
     warmup_steps = gather(lambda: read_steps(str(flags.warmup_steps), flag="--warmup-steps"), problems)
     hierarchy = gather(lambda: Hierarchy.parse(flags.hierarchy), problems)
     raise_if_any(UsageError, problems)

@@ -11,6 +11,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from importlib import metadata
 from typing import Concatenate, ParamSpec
 
@@ -20,7 +21,7 @@ from elastic_hieravg.errors import DocumentError
 from elastic_hieravg.events import Outcome
 from elastic_hieravg.membership.decisions import View
 from elastic_hieravg.membership.messages import Adopted, Fenced, Notice
-from elastic_hieravg.membership.records import Job, Kind, StoreOffer
+from elastic_hieravg.membership.records import Bounds, Job, Kind, StoreOffer
 from elastic_hieravg.membership.service import Status, StoreAway, StoreBack
 from elastic_hieravg.metrics import catalogue as names
 from elastic_hieravg.metrics.board import Board
@@ -194,6 +195,8 @@ class Telemetry:
         """What this node sees of the job has changed. `ended_s`: when it saw a process end, if it did."""
         self._node_id = self._facts.node = view.me.node_id
         self._board.see(self._wall(), view)
+        if view.bounds is not None and view.bounds != self._job.bounds:
+            self._note_bounds(view.bounds)
         lost = {loss.incarnation for loss in (view.lost or {}).values()}
         members = view.generation.members if view.generation else ()
         self._recovery.spoke_up({member.incarnation for member in members} - lost)
@@ -277,8 +280,7 @@ class Telemetry:
         registry, job = self.registry, self._job
         versions = [metadata.version(package) for package in ("elastic_hieravg", "torch")]
         registry.set_info(names.BUILD_INFO, *versions, platform.python_version())
-        registry.set_gauge(names.NODES_LIMIT, "min", value=job.nodes_min)
-        registry.set_gauge(names.NODES_LIMIT, "max", value=job.nodes_max)
+        self._note_bounds(job.bounds)
         # What is counted from nothing is there from the start: a rate over it needs the 0.
         for kind in Kind:
             registry.count(names.GENERATIONS, str(kind), amount=0.0)
@@ -294,6 +296,12 @@ class Telemetry:
         registry.set_gauge(names.WORLD_RANKS, value=0)
         registry.set_gauges(names.NODES, {(str(state),): 0 for state in names.NodeShown})
         self._note_plan(None)
+
+    def _note_bounds(self, bounds: Bounds) -> None:
+        self._job = self._job.within(bounds)
+        self._seen = replace(self._seen, job=self._job)
+        self.registry.set_gauge(names.NODES_LIMIT, "min", value=bounds.nodes_min)
+        self.registry.set_gauge(names.NODES_LIMIT, "max", value=bounds.nodes_max)
 
     def _refresh(self) -> None:
         """What changes with time alone."""

@@ -6,7 +6,10 @@ torch is imported when the command runs, not before: `hieravg plan` answers at o
 import argparse
 from collections.abc import Sequence
 
+from elastic_hieravg.agent.termination import leave_message
+from elastic_hieravg.cli.init import fork_below_init
 from elastic_hieravg.config import DEFAULT_HIERARCHY, flag_default
+from elastic_hieravg.errors import HierAvgError
 
 HELP = "run a training script on this node, as a part of an elastic job"
 # torchrun's parser has other defaults: no store of our kind, and no restart.
@@ -19,6 +22,18 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def main(arguments: Sequence[str]) -> int:
+    """The exit code; why it ended is left where HIERAVG_TERMINATION_FILE says."""
+    code = fork_below_init()
+    if code is not None:
+        return code
+    try:
+        return _run(arguments)
+    except HierAvgError as exc:
+        leave_message(str(exc))
+        raise
+
+
+def _run(arguments: Sequence[str]) -> int:
     from torch.distributed.run import config_from_args, get_args_parser  # noqa: PLC0415
 
     from elastic_hieravg.agent.launch import launch  # noqa: PLC0415
@@ -58,6 +73,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         ours.add_argument(name, default=default if given is None else given, help=text)
 
     add("--hierarchy", DEFAULT_HIERARCHY, "levels and their periods in steps, innermost first")
+    add("--nnodes-file", None, "a file with MIN:MAX in place of --nnodes, followed when it changes")
     add("--membership", "in-place", "in-place: survivors keep their processes; restart: all start anew")
     add("--on-misfit", "repair", "group sizes that cannot be had: repair, or hold the job (strict)")
     add("--node-id", None, "this node's name; the host's name if not given")

@@ -11,7 +11,16 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from elastic_hieravg.errors import InputError, Problem, raise_if_any
-from elastic_hieravg.membership.records import Closing, Generation, Job, Kind, Mode, NodeRecord, NodeState
+from elastic_hieravg.membership.records import (
+    Bounds,
+    Closing,
+    Generation,
+    Job,
+    Kind,
+    Mode,
+    NodeRecord,
+    NodeState,
+)
 from elastic_hieravg.plan import natural_key
 from elastic_hieravg.plan.topology import Node
 
@@ -96,7 +105,7 @@ class View:
     """What one agent sees. `nodes` holds nobody who is suspected; `lost` is about members only.
 
     `broken_since_s`: since when a group of this generation is reported broken. `paused_since_s`: since when
-    the job cannot run. `bounds_since_s`: since when it has its bounds.
+    the job cannot run. `bounds`: the job's, None if not read yet; `bounds_since_s`: since when.
     """
 
     me: Node
@@ -108,6 +117,7 @@ class View:
     paused_since_s: float = math.inf
     closing: Closing | None = None
     bounds_since_s: float = math.inf
+    bounds: Bounds | None = None
 
 
 def decide(now_s: float, *, view: View, policy: Policy) -> Decision:

@@ -149,6 +149,7 @@ class Mirror:
                 self._paused_since_s,
                 self.closing,
                 self._bounds_since_s,
+                self.bounds or (self.job.bounds if self.job else None),
             )
         return self._view
 

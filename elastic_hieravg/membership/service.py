@@ -46,7 +46,7 @@ from elastic_hieravg.membership.messages import (
     Unknown,
 )
 from elastic_hieravg.membership.mirror import Keys
-from elastic_hieravg.membership.records import Closing, NodeRecord, StoreOffer
+from elastic_hieravg.membership.records import Bounds, Closing, NodeRecord, StoreOffer
 from elastic_hieravg.plan import Node
 
 LEASE_TTL_S = 3.0
@@ -79,7 +79,10 @@ Observe = Callable[[Notice | StoreAway | StoreBack], None]
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the owner can know at any time. `adopted` is the newest generation that held this node."""
+    """What the owner can know at any time. `adopted` is the newest generation that held this node.
+
+    `bounds`: those of the job, None until its record was read.
+    """
 
     node: Node
     decision: Decision
@@ -91,6 +94,7 @@ class Status:
     offer: StoreOffer | None = None
     ended: Closing | None = None
     error: HierAvgError | None = None
+    bounds: Bounds | None = None
 
 
 class Membership:
@@ -170,6 +174,10 @@ class Membership:
     def offer_store(self, offer: StoreOffer) -> None:
         """Tell the generation's nodes where the store is that this process serves for them."""
         self._post(self._member.offer_store, offer)
+
+    def change_bounds(self, bounds: Bounds) -> None:
+        """Have the job run with other bounds from now on, for everybody."""
+        self._post(self._member.change_bounds, bounds)
 
     def report_broken(self, group: str) -> None:
         """A group failed, known by its key's name."""
@@ -303,6 +311,7 @@ class Membership:
             num_others=len(member.mirror.nodes.keys() - {member.node.node_id}),
             is_listed=member.is_listed,
             is_registered=member.is_registered,
+            bounds=member.policy.job.bounds if member.mirror.job else None,
         )
         for notice in notices:
             match notice:

@@ -98,7 +98,8 @@ class Board:
         found: dict[str, Seen] = {}
         generation, lost = view.generation, view.lost or {}
         members = generation.members if generation else ()
-        is_full = len(members) - len(lost) >= self._nodes_max
+        nodes_max = view.bounds.nodes_max if view.bounds else self._nodes_max
+        is_full = len(members) - len(lost) >= nodes_max
         for member in members:
             loss = lost.get(member.node_id)
             state = NodeShown.TRAINING

@@ -1,6 +1,7 @@
 """What `hieravg run` was told: tables of what is read, and of what is refused, all at once."""
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ FLAGS = {
     "warmup_steps": "0",
     "warm": None,
     "label": [],
+    "nnodes_file": None,
     "metrics_port": None,
     "metrics_host": None,
 }
@@ -47,6 +49,35 @@ def test_reads_the_defaults() -> None:
     assert (settings.lease_ttl_s, settings.grace_s, settings.hang_timeout_s) == (3.0, 25.0, None)
     assert (settings.candidate.slots, settings.candidate.may_rename) == (2, True)
     assert settings.candidate.address == "127.0.0.1"
+
+
+def test_a_file_of_bounds_goes_before_the_flag(tmp_path: Path) -> None:
+    path = tmp_path / "nnodes"
+    path.write_text("2:8\n")
+    settings = read(nnodes_file=str(path))
+    assert settings.nnodes_file == path
+    assert (settings.policy.job.nodes_min, settings.policy.job.nodes_max) == (2, 8)
+    assert settings.policy.follows_bounds
+    assert not read().policy.follows_bounds
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "found"),
+    [
+        ("2-8", {}, "has '2-8'"),
+        ("8:2", {}, "nodes_min is 8, more than the 2 of nodes_max"),
+        (None, {}, "cannot be read"),
+        ("2:8", {"membership": "restart"}, "--nnodes-file is not for --membership restart"),
+    ],
+)
+def test_a_file_of_bounds_that_cannot_be_used_is_refused(
+    tmp_path: Path, content: str | None, flags: dict[str, str], found: str
+) -> None:
+    path = tmp_path / "nnodes"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UsageError, match=found):
+        read(nnodes_file=str(path), **flags)
 
 
 @pytest.mark.parametrize(
