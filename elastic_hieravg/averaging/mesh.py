@@ -56,7 +56,7 @@ def peers_of(plan: Plan, ranks: Sequence[int], addresses: Mapping[str, str]) -> 
 
 def lost(who: str, why: str) -> PeerLostError:
     return PeerLostError(
-        Problem(f"{who} is lost to its group: {why}", "the group is over; build it anew without the lost rank")
+        Problem(f"{who} is lost to its group: {why}", "build the group anew without the lost rank: it is over")
     )
 
 

@@ -80,7 +80,7 @@ def read_url(given: str | None) -> str:
     if given is None:
         host, port = flag_default("metrics_host") or DEFAULT_HOST, flag_default("metrics_port") or DEFAULT_PORT
         if not port.isascii() or not port.isdecimal():
-            hint = "the agent's log says which port it took: give it with --url"
+            hint = "give the port that the agent's log names, with --url"
             raise UsageError(Problem(f"HIERAVG_METRICS_PORT is {port!r}, which does not say the port", hint))
         given = f"http://{_reachable(host)}:{port}"
     hint = f"write it like http://{DEFAULT_HOST}:{DEFAULT_PORT}"
@@ -139,7 +139,7 @@ def _read_bounded(read: Callable[[int], bytes], *, deadline_s: float, url: str) 
 
 def _away(url: str, why: str) -> AgentAwayError:
     hint = (
-        "does the job run? The agent's log says where its metrics are; give that with --url, "
+        "see that the job runs; give the address that the agent's log names with --url, "
         "or set HIERAVG_METRICS_HOST and HIERAVG_METRICS_PORT"
     )
     return AgentAwayError(Problem(f"no agent answers at {url}: {why}", hint))

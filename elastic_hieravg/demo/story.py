@@ -8,7 +8,7 @@ import functools
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from elastic_hieravg.demo.record import Record, Round
 from elastic_hieravg.demo.screen import PlanShown, Screen, Shown, plan_text
 from elastic_hieravg.demo.watching import Watcher
 from elastic_hieravg.errors import DemoError, Problem
+from elastic_hieravg.metrics.status_reading import Status
 
 FIRST = ("a", "b", "c")
 # The node that nothing is done to: its page is offered, and its agent tells what is shown.
@@ -50,6 +51,7 @@ class Story:
         self._exits: dict[str, int] = {}
         self._plans: deque[PlanShown] = deque(maxlen=2)
         self._losses: deque[float] = deque(maxlen=LOSSES_KEPT)
+        self._seen: Status | None = None
         self._told_generation = 0
         faults = (self._kill, self._freeze, self._join, self._leave)
         self._scenes: tuple[Callable[[], None], ...] = faults if has_faults else ()
@@ -191,7 +193,7 @@ class Story:
     def _failure(self, message: str, *, name: str) -> DemoError:
         told = self._nodes.log(name).read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
         log = "\n  ".join([f"the log of {name} ends with:", *told])
-        return DemoError(Problem(f"{message}\n{log}", f"the logs are in {self._folder}/logs"))
+        return DemoError(Problem(f"{message}\n{log}", f"read the logs in {self._folder}/logs"))
 
     def _find_port(self) -> int | None:
         found = _URL.search(self._nodes.log(WATCHED).read_text(errors="replace"))
@@ -208,9 +210,9 @@ class Story:
 
     def _refresh(self, doing: str) -> None:
         status = self._watcher.newest if self._watcher else None
-        for plan in self._new_plans():
-            self._plans.append(plan)
-        if status is not None:
+        if status is not None and status is not self._seen:
+            self._seen = status
+            self._tell_generations(status)
             self._losses.extend(value for name, value in status.values if name == "loss" and value is not None)
         plans = (None, None, *self._plans)
         shown = Shown(
@@ -225,20 +227,18 @@ class Story:
         )
         self._screen.show(shown)
 
-    def _new_plans(self) -> Iterator[PlanShown]:
-        """Tell of generations that nobody was told of yet."""
-        status = self._watcher.newest if self._watcher else None
-        if status is None or not status.generation or status.generation <= self._told_generation:
+    def _tell_generations(self, status: Status) -> None:
+        """Say what nobody was told of yet. What was before the first look is over."""
+        if not status.generation or status.generation <= self._told_generation:
             return
         for event in status.events:
-            # What was before the first look is over.
             if event.generation and event.generation > self._told_generation > 0:
                 self._say(f"generation {event.generation}, {event.kind}: {event.reason}")
         self._told_generation = status.generation
-        plan = PlanShown(status.generation, status.levels)
         if status.levels:
+            plan = PlanShown(status.generation, status.levels)
+            self._plans.append(plan)
             self._say(f"plan of generation {plan.generation}: {plan_text(plan)}")
-            yield plan
 
     def _close(self) -> None:
         try:

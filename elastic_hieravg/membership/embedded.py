@@ -418,6 +418,6 @@ class EmbeddedKeyValue:
         return StoreAwayError(
             Problem(
                 f"the store at {host}:{port} does not answer: {exc}",
-                "is the first node's agent running, and is the endpoint its address?",
+                "see that the first node's agent runs, and that the endpoint is its address",
             )
         )

@@ -212,7 +212,7 @@ class _Endpoint:
             for answer in answers:
                 return answer
             message = f"etcd at {self.name} ended a call without an answer"
-            raise StoreAwayError(Problem(message, "is there a proxy in between?"))
+            raise StoreAwayError(Problem(message, "look for a proxy in between"))
         return self.method(stub, method)(request, timeout=timeout_s, metadata=metadata)
 
 
@@ -251,12 +251,12 @@ def _problems(settings: EtcdSettings) -> Iterator[Problem]:
             yield Problem(f"{endpoint!r} is not an endpoint", hint)
     if (settings.cert is None) != (settings.key is None):
         missing, given = ("key", "cert") if settings.key is None else ("cert", "key")
-        yield Problem(f"there is a {given} and no {missing}", "a client certificate needs both cert and key")
+        yield Problem(f"there is a {given} and no {missing}", "give both cert and key, or neither")
     if settings.cert is not None and settings.cacert is None:
         yield Problem("there is a cert and no cacert", "give cacert too: without it there is no TLS")
     if (settings.user is None) != (settings.password is None):
         missing = "password" if settings.password is None else "user"
-        yield Problem(f"there is no {missing}", "a user needs both user and password_file")
+        yield Problem(f"there is no {missing}", "give both user and password_file, or neither")
     if settings.user is not None and settings.cacert is None:
         yield Problem(
             f"user {settings.user} has a password, and without cacert there is no TLS",

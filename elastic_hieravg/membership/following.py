@@ -236,7 +236,7 @@ class Follower:
                 raise StoreAwayError(
                     Problem(
                         f"nobody serves the store at {first[0]}:{first[1]}",
-                        "is the first node's agent running, and is the endpoint its address?",
+                        "see that the first node's agent runs, and that the endpoint is its address",
                     )
                 )
             time.sleep(RETRY_S)

@@ -150,5 +150,5 @@ class Ledger:
 
 def lease_lost(lease_id: int) -> LeaseLostError:
     return LeaseLostError(
-        Problem(f"lease {lease_id} is over", "it was not kept alive in time, or revoked; ask for a new one")
+        Problem(f"lease {lease_id} is over", "ask for a new one: it was not kept alive in time, or revoked")
     )

@@ -316,7 +316,7 @@ def read_closing(record: Fields) -> Closing:
 def _bounds_problems(nodes_min: int, nodes_max: int) -> Iterator[Problem]:
     for name, number in (("nodes_min", nodes_min), ("nodes_max", nodes_max)):
         if type(number) is not int or number < 1:
-            yield Problem(f"{name} is {number!r}", "a job has at least one node: a whole number, 1 or more")
+            yield Problem(f"{name} is {number!r}", "give a whole number of nodes, 1 or more")
             return
     if nodes_min > nodes_max:
         yield Problem(

@@ -102,7 +102,7 @@ def read_samples(text: str) -> Samples:
             },
         )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as exc:
-        problem = Problem(f"a worker's report is not one: {exc}", "agent and workers have to be of one version")
+        problem = Problem(f"a worker's report is not one: {exc}", "run the same version of elastic_hieravg in agent and workers")
         raise DocumentError(problem) from exc
 
 

@@ -151,7 +151,7 @@ class Status:
 
 def read_document(text: str) -> dict[str, object]:
     """The document as it is, if it is one of a version that is known here."""
-    hint = "is it the address of a `hieravg run` agent, and of this version?"
+    hint = "give the address of a `hieravg run` agent of this version"
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as exc:

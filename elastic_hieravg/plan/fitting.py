@@ -87,7 +87,7 @@ def fit(
 
 def _argument_problems(*, generation: int, warmup_steps: int, on_misfit: str) -> Iterator[Problem]:
     if type(generation) is not int or generation < 0:
-        yield Problem(f"the generation is {generation!r}", "generations are counted: a whole number, 0 or more")
+        yield Problem(f"the generation is {generation!r}", "give a whole number, 0 or more")
     if type(warmup_steps) is not int or warmup_steps < 0:
         yield Problem(f"there are {warmup_steps!r} warm-up steps", "give a whole number of steps, 0 or more")
     if on_misfit not in ON_MISFIT:
@@ -105,7 +105,7 @@ def _label_problems(hierarchy: Hierarchy, topology: Topology) -> Iterator[Proble
             found = sorted({key for node in topology.nodes for key in node.labels})
             yield Problem(
                 f"level {key} is unknown: no node has a label {key}",
-                f"a level is node, global, size-8 or a label of the nodes; "
+                f"name node, global, size-8 or a label of the nodes; "
                 f"they have {', '.join(found) if found else 'no labels'}",
             )
         elif without:
@@ -130,8 +130,8 @@ def _nesting_problems(topology: Topology, *, inner: str, outer: str) -> Iterator
             found = [f"{parent} ({_named(parents[parent])})" for parent in sorted(parents, key=natural_key)]
             yield Problem(
                 f"{inner} {value} is in more than one {outer}: {' and '.join(found)}",
-                f"every {inner} is in one {outer}: correct the labels of these nodes, or name each "
-                f"{inner} for its {outer}, as in {min(parents, key=natural_key)}-{value}",
+                f"correct the labels of these nodes, or name each {inner} for its {outer}, "
+                f"as in {min(parents, key=natural_key)}-{value}",
             )
 
 

@@ -115,7 +115,7 @@ def _group_size_problems(period_group_size: Mapping[int, int]) -> Iterator[Probl
         if type(period) is not int or type(size) is not int:
             yield Problem(f"the group sizes hold {period!r}: {size!r}, which are not whole numbers", hint)
         elif size < 1:
-            yield Problem(f"period {period} has groups of {size} ranks", "a group has at least one rank")
+            yield Problem(f"period {period} has groups of {size} ranks", "give every group at least one rank")
 
 
 def _problems(hierarchy: Hierarchy) -> Iterator[Problem]:
@@ -124,7 +124,7 @@ def _problems(hierarchy: Hierarchy) -> Iterator[Problem]:
         yield Problem("the hierarchy has no levels", f"write level=period_steps, for example {EXAMPLE}")
         return
     if len(levels) > LEVELS_MAX:
-        yield Problem(f"the hierarchy has {len(levels)} levels", f"there may be up to {LEVELS_MAX}")
+        yield Problem(f"the hierarchy has {len(levels)} levels", f"use up to {LEVELS_MAX}")
     yield from _name_problems(levels)
     yield from _order_problems(levels)
     yield from _period_problems(levels)
@@ -138,7 +138,7 @@ def _name_problems(levels: tuple[Level, ...]) -> Iterator[Problem]:
         if not is_name(level.name, KEY):
             yield Problem(
                 f"level name {level.name!r} is not a name",
-                "a level is node, global, size-8 or the key of a label",
+                "name a level node, global, size-8 or the key of a label",
             )
     for name in sorted({name for name in names if names.count(name) > 1}):
         periods = _listing(str(level.period_steps) for level in levels if level.name == name)
@@ -174,7 +174,7 @@ def _period_problems(levels: tuple[Level, ...]) -> Iterator[Problem]:
         if type(level.period_steps) is not int or level.period_steps < 1:
             yield Problem(
                 f"level {level.name} has the period {level.period_steps!r}",
-                "a period is a whole number of steps, 1 or more",
+                "give a whole number of steps, 1 or more",
             )
             return
     for inner, outer in pairwise(levels):
@@ -182,8 +182,7 @@ def _period_problems(levels: tuple[Level, ...]) -> Iterator[Problem]:
             yield Problem(
                 f"level {outer.name} has the period {outer.period_steps}, "
                 f"not longer than the {inner.period_steps} of {inner.name} inside it",
-                f"periods grow outwards: the next after {inner.period_steps} is "
-                f"{2 * inner.period_steps} or another multiple of it",
+                f"take {2 * inner.period_steps} or another multiple of {inner.period_steps}: periods grow outwards",
             )
         elif outer.period_steps % inner.period_steps:
             below = outer.period_steps - outer.period_steps % inner.period_steps
@@ -199,7 +198,7 @@ def _size_problems(asked: list[tuple[str, int | None]]) -> Iterator[Problem]:
     sized = [(name, size) for name, size in asked if size is not None]
     for name, size in sized:
         if size < 1:
-            yield Problem(f"level {name} has groups of {size} ranks", "a group has at least one rank")
+            yield Problem(f"level {name} has groups of {size} ranks", "give every group at least one rank")
             return
     for (inner_name, inner), (outer_name, outer) in pairwise(sized):
         if outer <= inner or outer % inner:
@@ -207,7 +206,7 @@ def _size_problems(asked: list[tuple[str, int | None]]) -> Iterator[Problem]:
             yield Problem(
                 f"level {outer_name} has groups of {outer} ranks, "
                 f"not {wanted} the {inner} of {inner_name} inside it",
-                f"group sizes grow outwards, each a multiple of the one inside: for example {2 * inner}",
+                f"take a multiple of {inner}, for example {2 * inner}: group sizes grow outwards",
             )
 
 

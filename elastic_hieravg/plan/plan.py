@@ -165,7 +165,7 @@ def _level_documents(levels: tuple[PlannedLevel, ...]) -> list[dict[str, object]
 
 
 def _unusable(what: str) -> Problem:
-    return Problem(f"the plan {what}", "it was altered or damaged on its way; have it written again")
+    return Problem(f"the plan {what}", "have it written again: it was altered or damaged on its way")
 
 
 def _check_version(fields: Fields) -> None:

@@ -166,7 +166,7 @@ class Topology:
         """This topology without the named nodes."""
         known = {node.node_id for node in self.nodes}
         problems = [
-            Problem(f"node {node_id} cannot be lost: it is not there", f"the nodes are {self.listing()}")
+            Problem(f"node {node_id} cannot be lost: it is not there", f"name one of {self.listing()}")
             for node_id in sorted(set(node_ids) - known)
         ]
         problems += [
@@ -206,15 +206,15 @@ def _node_problems(node: Node) -> Iterator[Problem]:
     if type(node.slots) is not int or node.slots < 1:
         yield Problem(
             f"node {node.node_id} has {node.slots!r} slots",
-            "slots is the number of ranks the node runs: a whole number, 1 or more",
+            "give the number of ranks the node runs: a whole number, 1 or more",
         )
     # Typed as objects: what is checked here comes from files and from callers without a type checker.
     incarnation: object = node.incarnation
     if not isinstance(incarnation, str):
-        yield Problem(f"node {node.node_id} has the incarnation {incarnation!r}", "an incarnation is text")
+        yield Problem(f"node {node.node_id} has the incarnation {incarnation!r}", "give a text")
     labels: object = node.labels
     if not isinstance(labels, Mapping):
-        hint = 'labels map keys to values, for example {"zone": "z1"}'
+        hint = 'map keys to values, for example {"zone": "z1"}'
         yield Problem(f"node {node.node_id} has the labels {labels!r}", hint)
         return
     for key, value in labels.items():
@@ -246,7 +246,7 @@ def is_name(text: object, pattern: re.Pattern[str]) -> TypeGuard[str]:
 
 def _membership_problems(nodes: tuple[Node, ...]) -> Iterator[Problem]:
     if not nodes:
-        yield Problem("there are no nodes", "a plan needs at least one node")
+        yield Problem("there are no nodes", "give at least one node")
     counts = Counter(node.node_id for node in nodes)
     for node_id in sorted((n for n, count in counts.items() if count > 1), key=natural_key):
         yield Problem(

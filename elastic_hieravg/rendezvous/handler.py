@@ -221,8 +221,8 @@ class MembershipRendezvousHandler(RendezvousHandler):
             return
         if status.ended.is_success and not self._has_run:
             _log.warning(
-                "run %s is over (%s); this node came too late and is not needed. To run it again, "
-                "use another --rdzv-id.",
+                "run %s is over (%s); this node came too late and is not needed; to run it again, "
+                "use another --rdzv-id",
                 self._run_id,
                 status.ended.reason,
             )

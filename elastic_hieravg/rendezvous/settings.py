@@ -153,7 +153,7 @@ def key_problems(texts: Mapping[str, str]) -> Iterator[Problem]:
         if key in REPLACED:
             yield Problem(f"--rdzv-conf has {key}, which the backend etcd3 does not have", REPLACED[key])
         elif key not in KEYS:
-            yield Problem(f"--rdzv-conf has {key}, which is unknown", f"there are {', '.join(KEYS)}")
+            yield Problem(f"--rdzv-conf has {key}, which is unknown", f"use one of {', '.join(KEYS)}")
 
 
 def seconds_of(texts: Mapping[str, str], key: str, default: float, *, at_least: float) -> float | Problem:

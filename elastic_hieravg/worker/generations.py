@@ -278,7 +278,7 @@ class Generations:
                 time.sleep(RETRY_S)
             except Exception:  # noqa: BLE001 - whatever it is, it must not end here unseen
                 # An error of ours. The others would wait for this rank, which waits too; started anew it joins.
-                _log.exception("the way to generation %s cannot be gone", way.adopted.generation.number)
+                _log.exception("this worker cannot follow to generation %s and ends; its agent starts it anew", way.adopted.generation.number)
                 os._exit(EXIT_CRASHED)
             else:
                 return
@@ -362,7 +362,7 @@ class Generations:
             raise _another_model(tensors, theirs, of=plan.seat(reference).node_id)
         if strangers:
             node_ids = sorted({plan.seat(rank).node_id for rank in strangers})
-            _log.warning("%s: another model than the job's; training goes on without", ", ".join(node_ids))
+            _log.warning("another model than the job's on %s: training goes on without", ", ".join(node_ids))
             # They end, and then there is a generation without them.
             self._await_end(way)
         missing = missing_groups(plan, arrivals, rank=way.rank, wanted=wanted)

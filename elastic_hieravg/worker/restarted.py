@@ -91,7 +91,7 @@ class RestartedJob(Job):
         Returns when the model is everybody's: that of the newest snapshot, or rank 0's if the job starts.
         """
         if self._averager is not None:
-            raise MembershipError(Problem("the job has an averager already", "make one for each job"))
+            raise MembershipError(Problem("the job has an averager already", "make one averager for each job"))
         if self._store is None or self._meeting is None:
             raise MembershipError(Problem("the job was not entered", "write `with eh.join() as job:`"))
         place, meeting, store = self._attempt, self._meeting, self._store

@@ -50,7 +50,7 @@ def _encode(value: object, tensors: list[Tensor], *, where: str, depth: int) -> 
     raise ParametersError(
         Problem(
             f"{where} is a {type(value).__name__}, which cannot be kept as plain data",
-            "an optimizer whose state holds tensors, numbers, texts, lists and dictionaries can be kept",
+            "use an optimizer whose state holds tensors, numbers, texts, lists and dictionaries only",
         )
     )
 
@@ -69,4 +69,4 @@ def _decode(document: object, tensors: Sequence[Tensor], *, depth: int) -> Any:
             return tuple(_decode(entry, tensors, depth=depth + 1) for entry in entries)
         case {"dict": list(pairs)} if depth < DEPTH_MAX:
             return {key: _decode(entry, tensors, depth=depth + 1) for key, entry in pairs}
-    raise DocumentError(Problem(f"{str(document)[:80]} is no part of a state", "is it another version's?"))
+    raise DocumentError(Problem(f"{str(document)[:80]} is no part of a state", "run the version of elastic_hieravg that wrote it"))
