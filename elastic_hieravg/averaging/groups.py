@@ -279,6 +279,11 @@ def node_process_group(world: NodeWorld | None) -> tuple[ProcessGroup, Callable[
     return made, end
 
 
+def has_default_group() -> bool:
+    """Whether this process has a default group of torch: ours, or one that DDP's or FSDP's user made."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def _default_group() -> ProcessGroup:
     group = dist.group.WORLD
     assert group is not None

@@ -7,6 +7,7 @@ the block normally ends with all replicas alike; leaving it by an exception does
 import atexit
 import faulthandler
 import logging
+import os
 import signal
 import threading
 import traceback
@@ -20,7 +21,7 @@ from torch.distributed import HashStore, ProcessGroup
 from torch.optim import Optimizer
 
 from elastic_hieravg.averaging.averager import HierarchicalAverager
-from elastic_hieravg.averaging.groups import NodeWorld, node_process_group
+from elastic_hieravg.averaging.groups import NodeWorld, has_default_group, node_process_group
 from elastic_hieravg.config import RestartPlace, WorkerPlace, read_worker_place
 from elastic_hieravg.errors import InputError, MembershipError, Problem, raise_if_any
 from elastic_hieravg.events import Observe, RoundDone, ignore
@@ -61,6 +62,8 @@ PROCESS_GROUPS = ("node",)
 RAISED_MAX = 16_000
 # The agent asks for every thread's stack with this before it kills a worker that hangs.
 STACKS_SIGNAL = signal.SIGUSR2
+# A worker whose node came back into the job, and that cannot go on where it is.
+EXIT_OUT_OF_STEP = 1
 # A rank without a generation is alone: nothing is ever due.
 _ALONE = Hierarchy.parse("global=1")
 
@@ -88,6 +91,7 @@ class Job:
         self.rank = 0
         self.generation = 0
         self._averager: ElasticAverager | None = None
+        self._is_hooked: Callable[[], bool] = lambda: False
         self._link: AgentLink | None = None
         self._callbacks: list[Callable[[Job], None]] = []
         self._closers: list[Callable[[], None]] = []
@@ -144,7 +148,7 @@ class Job:
         `job.step` are right when its loop starts.
         """
         if self._averager is not None:
-            raise MembershipError(Problem("the job has an averager already", "make one for each job"))
+            raise MembershipError(Problem("the job has an averager already", "make one averager for each job"))
         self._check_hierarchy(hierarchy)
         observe = self._observed_too(observe)
         model = model if isinstance(model, nn.Module) else list(model)
@@ -159,6 +163,7 @@ class Job:
             timeout_s=ROUND_TIMEOUT_S,
             build_timeout_s=BUILD_TIMEOUT_S,
         )
+        self._is_hooked = lambda: engine.is_hooked
         averager = ElasticAverager(
             engine,
             local_rank=self.local_rank,
@@ -332,6 +337,13 @@ class Job:
             case Follow():
                 averager.generations.follow(message)
             case Fence():
+                if has_default_group() and not self._is_hooked():
+                    # The node's workers stand at different steps now, and each waits for the others' part of
+                    # the next one: of DDP's or FSDP's messages nobody but torch knows.
+                    _log.warning(
+                        "this node was out of the job; its workers share a process group: they start anew"
+                    )
+                    os._exit(EXIT_OUT_OF_STEP)
                 averager.fence()
             case Drain():
                 averager.drain()
@@ -405,6 +417,7 @@ def _number(value: object) -> float | None:
     if isinstance(value, (str, bytes, bool)) or not isinstance(value, SupportsFloat):
         return None
     try:
-        return float(value)
+        # A loss is reported as it is; torch warns of a number made of something that has a gradient.
+        return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
         return None
