@@ -202,7 +202,7 @@ def _read_bounded(path: Path, *, bytes_max: int, kind: str) -> str:
     except UnicodeDecodeError as exc:
         raise UsageError(Problem(f"{path} is not text: {exc}", f"give the path of a {kind} in UTF-8")) from exc
     if len(content) > bytes_max:
-        raise UsageError(Problem(f"{path} is larger than {bytes_max} bytes", "is it the right file?"))
+        raise UsageError(Problem(f"{path} is larger than {bytes_max} bytes", "check that it is the right file"))
     return text
 
 

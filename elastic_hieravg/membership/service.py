@@ -420,7 +420,7 @@ class Membership:
 
     def _give_up(self) -> None:
         """The driving thread ended by an error: a node that nobody drives must not look alive for long."""
-        problem = Problem("the thread that drives the membership ended", "its traceback on stderr says why")
+        problem = Problem("the thread that drives the membership ended", "read its traceback on stderr")
         with self._changed:
             self.status = replace(self.status, error=MembershipError(problem))
             self._changed.notify_all()
