@@ -134,15 +134,17 @@ def broken_promises(facts: Facts) -> tuple[str, ...]:
 def summary(facts: Facts) -> tuple[str, ...]:
     """One fact a line, for people and for scripts."""
     gap = f"{facts.gap.seconds:.2f} s" + (f", {facts.gap.during}" if facts.gap.during else "")
+    kinds = {fault.kind for fault in facts.faults}
     left = [f"steps lost by the node asked to leave: {facts.num_steps_left}"]
+    gone = [f"steps lost with the killed and the frozen node: {facts.num_steps_gone}"]
     return (
         *map(fault_text, facts.faults),
         f"steps lost by survivors: {facts.num_lost_steps}",
         f"restarts of survivors: {facts.num_restarts}",
         f"replicas identical: {'no' if facts.differing else 'yes'}",
         f"global rounds compared: {facts.num_rounds}",
-        *(left if any(fault.kind is Kind.LEFT for fault in facts.faults) else []),
-        f"steps lost with the killed and the frozen node: {facts.num_steps_gone}",
+        *(left if Kind.LEFT in kinds else []),
+        *(gone if kinds & {Kind.KILLED, Kind.FROZEN} else []),
         f"longest gap of a survivor: {gap}",
         f"goodput: {facts.goodput_ratio:.0%}",
         f"steps: {facts.num_steps}",

@@ -117,19 +117,29 @@ def render(shown: Shown) -> RenderableType:
         parts.append(_plans(shown.before, shown.now))
     if shown.losses:
         told = f"loss {shown.losses[-1]:.2f}  "
-        parts.append(Text.assemble(told, (trace_text(shown.losses[-LOSS_CELLS:]), "cyan")))
+        parts.append(Text.assemble(told, (trace_text(thinned(shown.losses, LOSS_CELLS)), "cyan")))
     return Group(*parts)
 
 
-def trace_text(values: Sequence[float]) -> str:
-    """The highest and the lowest are as high as the blocks go.
+def trace_text(values: Sequence[float], *, low: float | None = None) -> str:
+    """The highest is as high as the blocks go; the lowest, or `low`, as low.
 
     >>> trace_text([4.0, 3.0, 1.0])
     '█▅▁'
     """
-    low, high = min(values), max(values)
+    low, high = min(values) if low is None else low, max(values)
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BLOCKS[int((value - low) * scale)] for value in values)
+
+
+def thinned(values: Sequence[float], num_max: int) -> list[float]:
+    """Evenly spread over all of them, the newest included.
+
+    >>> thinned([1.0, 2.0, 3.0, 4.0, 5.0], 2)
+    [2.0, 5.0]
+    """
+    num = min(len(values), num_max)
+    return [values[len(values) * index // num - 1] for index in range(1, num + 1)]
 
 
 def plan_text(plan: PlanShown) -> str:
@@ -163,7 +173,7 @@ def _node(status: Status, node: NodeStatus) -> Text:
         return told + Text("  ".join(part for part in (since, node.reason) if part))
     step = "" if node.step_seconds is None else f"a step takes {node.step_seconds * 1000:.0f} ms  "
     told += Text(f"ranks {ranks_text(node.ranks)}  {step}")
-    return told + Text(trace_text(node.trace[-TRACE_CELLS:]) if node.trace else "", style="dim")
+    return told + Text(trace_text(node.trace[-TRACE_CELLS:], low=0.0) if node.trace else "", style="dim")
 
 
 def _plans(before: PlanShown | None, now: PlanShown) -> RenderableType:
@@ -172,7 +182,7 @@ def _plans(before: PlanShown | None, now: PlanShown) -> RenderableType:
     if before is not None:
         table.add_column(f"before, generation {before.generation}")
     table.add_column(f"now, generation {now.generation}")
-    names = dict.fromkeys(level.name for plan in (before, now) if plan for level in plan.levels)
+    names = dict.fromkeys(level.name for plan in (now, before) if plan for level in plan.levels)
     for name in names:
         cells = [_level(plan, name) for plan in (before, now) if plan]
         table.add_row(Text(name), *map(Text, cells))

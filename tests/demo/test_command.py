@@ -122,7 +122,7 @@ def test_every_promise_holds_while_nodes_are_hurt(tmp_path: Path) -> None:
     assert 0.0 < float(facts["longest gap of a survivor"].split()[0]) < 30.0
     picture = ET.parse(facts["picture"]).getroot()
     fills = [rect.get("fill") for rect in picture.iter("{http://www.w3.org/2000/svg}rect")]
-    assert sorted(each for each in fills if each in BANDS.values()) == sorted(BANDS.values())
+    assert [each for each in fills if each in BANDS.values()] == list(BANDS.values())
     assert Path(facts["picture"]) == folder / "demo.svg"
     assert sorted(path.name for path in Path(facts["logs"]).glob("*.log")) == [
         "a.log",
@@ -207,6 +207,23 @@ def test_being_asked_to_end_ends_everything(tmp_path: Path) -> None:
         wait_for("it has agents", lambda: len(processes_of(folder)) >= 1 + len(NODES))
         process.terminate()
         assert process.wait(WITHIN_S) == 143
+
+
+def test_a_node_that_falls_by_itself_is_named_with_its_log(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    with started(folder, "--no-faults") as process:
+        wait_for("it logs", lambda: (folder / "logs" / "c.log").exists())
+        (agent,) = [pid for pid in processes_of(folder) if is_agent(pid, "c")]
+        os.kill(agent, signal.SIGKILL)
+        stdout, stderr = process.communicate(timeout=WITHIN_S)
+    assert (process.returncode, stdout) == (1, "")
+    assert "hieravg: node c has ended with exit code -9\nthe log of c ends with:" in stderr
+    assert f"\n\nhint: the logs are in {folder}/logs\n" in stderr
+
+
+def is_agent(process_id: int, node: str) -> bool:
+    words = Path(f"/proc/{process_id}/cmdline").read_bytes().split(b"\0")
+    return b"--node-id" in words and words[words.index(b"--node-id") + 1] == node.encode()
 
 
 @pytest.mark.parametrize("seconds", ["-1", "soon", "nan", "1e9"])
