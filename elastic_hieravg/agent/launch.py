@@ -20,7 +20,7 @@ from elastic_hieravg.agent.restarting import (
 )
 from elastic_hieravg.agent.settings import RunSettings
 from elastic_hieravg.agent.stores import open_store
-from elastic_hieravg.agent.telemetry import Telemetry
+from elastic_hieravg.agent.telemetry import HEALTH_S, Telemetry
 from elastic_hieravg.agent.termination import leave_message
 from elastic_hieravg.agent.warm_pool import OWN_MODULES, WarmPool
 from elastic_hieravg.config import export
@@ -28,6 +28,9 @@ from elastic_hieravg.membership.kv import KeyValue
 from elastic_hieravg.membership.messages import Candidate
 from elastic_hieravg.membership.records import Mode
 from elastic_hieravg.rendezvous.handler import MembershipRendezvousHandler
+
+# An agent that looks rarely is healthy as long as it does not miss more looks than these.
+LOOKS_MISSED_MAX = 3
 
 
 def launch(
@@ -45,6 +48,7 @@ def launch(
         slots=settings.candidate.slots,
         lease_ttl_s=settings.lease_ttl_s,
         facts=facts,
+        health_s=max(HEALTH_S, LOOKS_MISSED_MAX * config.monitor_interval),
     )
     with ExitStack() as stack:
         if settings.warm:

@@ -70,7 +70,7 @@ def _harmless(
 
 
 class Telemetry:
-    """Any thread may say anything. `began_s` and all that people read is in seconds since the epoch."""
+    """Any thread may say anything. `health_s`: an agent that has not looked for so long is not healthy."""
 
     def __init__(
         self,
@@ -82,6 +82,7 @@ class Telemetry:
         slots: int,
         lease_ttl_s: float,
         facts: Facts | None = None,
+        health_s: float = HEALTH_S,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -92,6 +93,7 @@ class Telemetry:
         self._node_id = node_id
         self._job = job
         self._lease_ttl_s = lease_ttl_s
+        self._health_s = health_s
         self._facts = facts or Facts()
         self._facts.run, self._facts.node = run_id, node_id
         self._has_complained = False
@@ -355,7 +357,9 @@ class Telemetry:
 
     def _why_not_healthy(self) -> str:
         silent_s = 0.0 if self.is_meeting else self._clock() - self._looked_s
-        return f"the agent has not looked at its workers for {silent_s:.0f} s" if silent_s > HEALTH_S else ""
+        return (
+            f"the agent has not looked at its workers for {silent_s:.0f} s" if silent_s > self._health_s else ""
+        )
 
     def _known(self) -> Collection[str]:
         return self._board.nodes.keys()
@@ -408,7 +412,9 @@ class Telemetry:
                 self._plan,
                 {**others, self._node_id: own},
             )
-            return status_json(status(self._wall(), seen=found, board=self._board))
+            document = status(self._wall(), seen=found, board=self._board)
+        # Of a large job it is long; nobody who tells something waits for it to be written.
+        return status_json(document)
 
 
 def _offer_of(status: Status) -> StoreOffer | None:
