@@ -1,7 +1,8 @@
 """What happens in the demo, scene by scene: nodes are started, hurt and healed, one after the other.
 
-A scene ends when the workers' own lines show it: a round of all ranks that exactly the right nodes had. Nothing
-waits for a time to pass, and nothing waits for ever. Invariant: whatever happens, nothing is left running.
+A scene ends when the workers' own lines show it: a round of all ranks that exactly the right nodes had. No
+fault is healed by waiting for a time to pass, and nothing waits for ever. Invariant: whatever happens, nothing
+is left running.
 """
 
 import functools
@@ -36,7 +37,7 @@ _URL = re.compile(r"http://127\.0\.0\.1:(\d+)/")
 
 
 class Story:
-    """`seconds`: how long it goes on at least; the faults take as long as they take."""
+    """`seconds`: how long it goes on at least, the faults spread over it; they take as long as they take."""
 
     def __init__(self, folder: Path, screen: Screen, *, seconds: float, has_faults: bool) -> None:
         self._screen = screen
@@ -61,11 +62,11 @@ class Story:
         """All of it. Whatever ends it, all processes have ended when this does."""
         try:
             since_s = self._begin()
-            for scene in self._scenes:
-                self._calm()
+            for index, scene in enumerate(self._scenes, start=1):
+                self._calm(self._seconds * index / (len(self._scenes) + 1))
                 scene()
                 self._num_scenes_done += 1
-            self._calm()
+            self._calm(self._seconds)
             self._end()
         finally:
             self._close()
@@ -132,14 +133,17 @@ class Story:
         without = self._await_met("a, b and d go on without c", since_s=at_s)
         self._heal(Fault(Kind.LEFT, "c", at_s, max(time.monotonic(), without.at_s), without.at_s))
 
-    def _calm(self) -> None:
-        target = self._record.last_step() + CALM_STEPS
-        self._until("all is calm", lambda: self._record.last_step() >= target)
+    def _calm(self, until_s: float) -> None:
+        """Some training that nobody disturbs, and not over before so many seconds after the start."""
+        target, end_s = self._record.last_step() + CALM_STEPS, self._began_s + until_s
+        within_s = max(0.0, end_s - time.monotonic()) + WITHIN_S
+        self._until(
+            "all is calm",
+            lambda: self._record.last_step() >= target and time.monotonic() >= end_s,
+            within_s=within_s,
+        )
 
     def _end(self) -> None:
-        left_s = max(0.0, self._began_s + self._seconds - time.monotonic())
-        end_s = time.monotonic() + left_s
-        self._until("all is calm", lambda: time.monotonic() >= end_s, within_s=left_s + WITHIN_S)
         self._say("the training ends, with one last round of all")
         self._nodes.stop()
         for name in sorted(self._present):

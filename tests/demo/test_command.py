@@ -212,13 +212,13 @@ def test_being_asked_to_end_ends_everything(tmp_path: Path) -> None:
 def test_a_node_that_falls_by_itself_is_named_with_its_log(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     with started(folder, "--no-faults") as process:
-        wait_for("it logs", lambda: (folder / "logs" / "c.log").exists())
+        wait_for("it logs", (folder / "logs" / "c.log").exists)
         (agent,) = [pid for pid in processes_of(folder) if is_agent(pid, "c")]
         os.kill(agent, signal.SIGKILL)
         stdout, stderr = process.communicate(timeout=WITHIN_S)
     assert (process.returncode, stdout) == (1, "")
     assert "hieravg: node c has ended with exit code -9\nthe log of c ends with:" in stderr
-    assert f"\n\nhint: the logs are in {folder}/logs\n" in stderr
+    assert f"\n\nhint: read the logs in {folder}/logs\n" in stderr
 
 
 def is_agent(process_id: int, node: str) -> bool:
