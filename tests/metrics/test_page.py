@@ -26,6 +26,7 @@ CONTRAST_MIN = 4.5
 # Longer than two polls of the page.
 SOME_POLLS_S = 2.5
 RENDER_MS_MAX = 1000
+PICTURE_BYTES_MAX = 120_000
 # From the death of a node to its being shown as lost. Idle it is below three seconds.
 SHOWN_WITHIN_S = 30.0
 ADDRESS = re.compile(r"metrics and status of this node: (http://\S+)/$", re.MULTILINE)
@@ -75,6 +76,12 @@ def test_the_page_is_whole_by_itself_and_parses_no_text_as_html() -> None:
     assert set(re.findall(r"https?://[^\"' ]*", text)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"\ssrc=|@import|url\(|<iframe|<form", text)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|Function\(", text)
+
+
+def test_the_readme_shows_a_small_picture_of_it() -> None:
+    root = Path(__file__).parents[2]
+    (path,) = re.findall(r"!\[[^]]*]\(([^)]*status-page[^)]*)\)", (root / "README.md").read_text())
+    assert 0 < (root / path).stat().st_size < PICTURE_BYTES_MAX
 
 
 # --- what it shows --------------------------------------------------------------------------------------------
