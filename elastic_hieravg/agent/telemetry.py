@@ -131,6 +131,7 @@ class Telemetry:
                 offer=lambda: _offer_of(membership()),
                 known=self._known,
                 node_id=lambda: self._node_id,
+                report=self.complain,
             )
 
     def _open(

@@ -256,7 +256,7 @@ class Endpoint:
             if events & selectors.EVENT_READ and not client.unsent:
                 self._read(client)
             self._answer_all(client)
-        except OSError:
+        except Exception:  # noqa: BLE001 - it is gone most of the time; whatever it did, the others are served on
             self._drop(client)
             return
         if client.is_last and not client.unsent:

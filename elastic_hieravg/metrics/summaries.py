@@ -32,7 +32,7 @@ LEASE_TTL_S = 300.0
 class Summaries:
     """`own` makes this node's summary, and is called every two seconds; `offer` says where the store is now.
 
-    `known`: the nodes of the job, lost ones too.
+    `known`: the nodes of the job, lost ones too. `report` is called while something unforeseen is handled.
     """
 
     def __init__(
@@ -42,15 +42,17 @@ class Summaries:
         offer: Callable[[], StoreOffer | None],
         known: Callable[[], Collection[str]],
         node_id: Callable[[], str],
+        report: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._own = own
         self._offer = offer
         self._known = known
         self._node_id = node_id
+        self._report = report
         self._clock = clock
         self._read: dict[str, Document] = {}
-        self._wanted_until_s = -1.0
+        self._wanted_until_s = self._write_s = -1.0
         self._wake = threading.Event()
         self._is_closed = False
         self._store: _Store | None = None
@@ -76,21 +78,26 @@ class Summaries:
             self._store.close()
 
     def _run(self) -> None:
-        write_s = -1.0
         point_s = self._clock()
         while not self._is_closed:
             now_s = self._clock()
-            if now_s >= point_s:
-                point_s = now_s + POINT_EVERY_S
-                document = self._own()
-            if now_s >= write_s:
-                num_nodes = max(1, len(self._known()))
-                write_s = now_s + max(POINT_EVERY_S, num_nodes / WRITES_PER_S)
-                self._publish(document, num_nodes)
-            if now_s < self._wanted_until_s:
-                self._look()
+            try:
+                if now_s >= point_s:
+                    point_s = now_s + POINT_EVERY_S
+                    self._tell(now_s)
+                if now_s < self._wanted_until_s:
+                    self._look()
+            except Exception:  # noqa: BLE001 - whatever it is, the next summary may be a good one
+                self._report()
             self._wake.wait(max(0.0, point_s - self._clock()))
             self._wake.clear()
+
+    def _tell(self, now_s: float) -> None:
+        document = self._own()
+        if now_s >= self._write_s:
+            num_nodes = max(1, len(self._known()))
+            self._write_s = now_s + max(POINT_EVERY_S, num_nodes / WRITES_PER_S)
+            self._publish(document, num_nodes)
 
     def _connected(self) -> "_Store | None":
         offer = self._offer()

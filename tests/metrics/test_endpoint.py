@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastic_hieravg.metrics import endpoint as endpoint_module
 from elastic_hieravg.metrics.endpoint import (
@@ -180,6 +182,25 @@ def test_garbage_is_refused_at_once(server: Server, name: str) -> None:
         assert received(sock).startswith(b"HTTP/1.1 " + status)
     assert server.get("/")[0] == 200
     assert len(server.seen) == 1
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.binary(max_size=40),
+            st.sampled_from([b"GET / HTTP/1.1", b"\r\n", b"\r\n\r\n", b"\n", b"Accept: x", b"GET", b" ", b"/"]),
+        ),
+        max_size=30,
+    )
+)
+def test_any_bytes_are_a_request_or_none_or_refused(parts: list[bytes]) -> None:
+    unread = bytearray()
+    for part in parts:
+        unread += part
+        found = endpoint_module._next_request(unread)
+        assert found is None or isinstance(found, Request) or found.status in (400, 405, 431)
+        if isinstance(found, Answer):
+            return
 
 
 def test_a_connection_is_kept_for_more_requests(server: Server) -> None:

@@ -376,6 +376,26 @@ def test_summaries_of_many_nodes_fit_into_one_answer() -> None:
     assert len(entry) * num_nodes < FRAME_BYTES_MAX
 
 
+def test_a_summary_that_cannot_be_made_is_made_the_next_time(server: EmbeddedServer) -> None:
+    complaints: list[int] = []
+
+    def own() -> Document:
+        if len(complaints) < 3:
+            raise RuntimeError("not now")
+        return told(0.02)
+
+    made = Summaries(
+        own=own,
+        offer=lambda: StoreOffer(1, "127.0.0.1", server.port),
+        known=lambda: ("a",),
+        node_id=lambda: "a",
+        report=lambda: complaints.append(1),
+    )
+    with contextlib.closing(made):
+        wait_until("it is written", lambda: f"{PREFIX}a" in keys(server))
+    assert len(complaints) == 3
+
+
 def test_close_ends_the_thread_whatever_the_store_does() -> None:
     threads = threading.active_count()
     with contextlib.ExitStack() as stack:
