@@ -37,12 +37,15 @@ class PodTemplate:
 
     @property
     def is_worker(self) -> bool:
-        return self.metadata["labels"]["app.kubernetes.io/component"] == "worker"
+        return bool(self.metadata["labels"]["app.kubernetes.io/component"] == "worker")
 
     @property
     def agent(self) -> Object:
         """The container of the agent, which each kind of job calls otherwise."""
-        (agent,) = [each for each in self.spec["containers"] if each["command"] == ["hieravg", "run"]]
+        found: list[Object] = [
+            each for each in self.spec["containers"] if each["command"] == ["hieravg", "run"]
+        ]
+        (agent,) = found
         return agent
 
     def environment(self) -> dict[str, str]:

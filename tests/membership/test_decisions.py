@@ -29,7 +29,7 @@ JOINING, READY, LEAVING = NodeState.JOINING, NodeState.READY, NodeState.LEAVING
 
 
 def policy(nodes_min: int = 1, nodes_max: int = 8, mode: Mode = Mode.IN_PLACE, **times_s: float) -> Policy:
-    settings: dict[str, float] = {"loss_settle_s": 0.2, "join_settle_s": 1.0, "turn_s": 0.25, **times_s}
+    settings: dict[str, Any] = {"loss_settle_s": 0.2, "join_settle_s": 1.0, "turn_s": 0.25, **times_s}
     return Policy(Job(nodes_min, nodes_max, HIERARCHY, mode), **settings)
 
 
