@@ -27,6 +27,7 @@ WATCHED = "b"
 # On a machine that does much else; else it takes seconds.
 WITHIN_S = 120.0
 POLL_S = 0.1
+DRAW_S = 0.25
 # So many steps are made between two faults.
 CALM_STEPS = 60
 LOG_LINES_SHOWN = 5
@@ -53,6 +54,7 @@ class Story:
         self._plans: deque[PlanShown] = deque(maxlen=2)
         self._losses: deque[float] = deque(maxlen=LOSSES_KEPT)
         self._seen: Status | None = None
+        self._drawn_s = 0.0
         self._told_generation = 0
         faults = (self._kill, self._freeze, self._join, self._leave)
         self._scenes: tuple[Callable[[], None], ...] = faults if has_faults else ()
@@ -191,7 +193,9 @@ class Story:
                 raise self._failure(f"node {fallen} has ended with exit code {code}", name=fallen)
             if time.monotonic() > deadline_s:
                 raise self._failure(f"not within {within_s:.0f} s: {what}", name=WATCHED)
-            self._refresh(what)
+            if time.monotonic() >= self._drawn_s + DRAW_S:
+                self._drawn_s = time.monotonic()
+                self._refresh(what)
             time.sleep(POLL_S)
 
     def _failure(self, message: str, *, name: str) -> DemoError:

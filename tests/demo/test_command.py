@@ -72,6 +72,9 @@ def started(folder: Path, *flags: str, terminal: Terminal | None = None) -> "Ite
         wait_for("all of it ends", lambda: not processes_of(folder))
     finally:
         process.kill()
+        for pid in processes_of(folder):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.communicate()
 
 
