@@ -4,22 +4,26 @@ import http.client
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import time
 from collections import defaultdict
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic_hieravg.metrics.catalogue import CATALOGUE, Kind, NodeShown, Phase
-from tests.elastic.jobs import WITHIN_S, RunningJob, running_job
+from tests.elastic.jobs import HIERAVG, WITHIN_S, RunningJob, children_of, running_job
+from tests.membership.etcd_servers import free_ports
 
 PORT = re.compile(r"metrics and status of this node: http://127\.0\.0\.1:(\d+)/")
 SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
+RESTARTED_SCRIPT = Path(__file__).parent.parent / "restart" / "train.py"
 POLL_S = 0.05
 # How much of its time a worker may not have told yet: the step that is being made, and half a second.
 UNTOLD_S = 3.0
@@ -37,15 +41,10 @@ Series = tuple[str, frozenset[tuple[str, str]]]
 class Watched:
     """A node's endpoint. Whatever is scraped is compared with what was before."""
 
-    def __init__(self, job: RunningJob, name: str) -> None:
-        job.wait_for(f"{name} says where its metrics are", lambda: bool(PORT.search(job.log(name))))
-        found = PORT.search(job.log(name))
-        assert found
-        self.port = int(found[1])
+    def __init__(self, port: int) -> None:
+        self.port = port
         self.num_scrapes = 0
         self._before: dict[Series, float] = {}
-        self._job = job
-        self._name = name
 
     def get(self, path: str) -> tuple[int, bytes]:
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=WITHIN_S)) as connection:
@@ -81,7 +80,7 @@ class Watched:
             found = self.value(name, **labels)
             return found is None if wanted is None else found is not None and found >= wanted
 
-        self._job.wait_for(f"{self._name} has {name} {labels} {wanted}", is_there)
+        wait_until(f"{name} {labels} {wanted}", is_there)
 
     def await_every_second(self, *, slots: int) -> None:
         """Until all time of the slots since the node began is counted somewhere; never more than there was."""
@@ -94,11 +93,29 @@ class Watched:
             assert seconds < wall_s + 0.5, "more time is counted than there was"
             return seconds > wall_s - slots * UNTOLD_S
 
-        self._job.wait_for(f"every second of {self._name} is counted", is_counted)
+        wait_until("every second is counted", is_counted)
 
     def await_status(self, path: str, status: int) -> bytes:
-        self._job.wait_for(f"{self._name} answers {path} with {status}", lambda: self.get(path)[0] == status)
+        wait_until(f"{path} is answered with {status}", lambda: self.get(path)[0] == status)
         return self.get(path)[1]
+
+
+def wait_until(what: str, condition: Callable[[], bool]) -> None:
+    """An endpoint that is not there yet is as good as one that says no."""
+    deadline_s = time.monotonic() + WITHIN_S
+    while True:
+        with suppress(ConnectionError):
+            if condition():
+                return
+        assert time.monotonic() < deadline_s, what
+        time.sleep(POLL_S)
+
+
+def watched(job: RunningJob, name: str) -> Watched:
+    job.wait_for(f"{name} says where its metrics are", lambda: bool(PORT.search(job.log(name))))
+    found = PORT.search(job.log(name))
+    assert found
+    return Watched(int(found[1]))
 
 
 @pytest.mark.needs("promtool", apt="prometheus")
@@ -107,7 +124,7 @@ def test_a_job_is_seen_from_outside_while_a_worker_dies_and_comes_back(tmp_path:
         job.start("a")
         job.wait_for("a serves", lambda: "start" in [line["event"] for line in job.lines()])
         job.start("b", flags=["--log-format", "json"])
-        a, b = Watched(job, "a"), Watched(job, "b")
+        a, b = watched(job, "a"), watched(job, "b")
         assert b"in no generation" in b.get("/readyz")[1] or b.get("/readyz")[0] == 200
         job.await_together("a", "b")
         see_both_train(a, b)
@@ -122,6 +139,33 @@ def test_a_job_is_seen_from_outside_while_a_worker_dies_and_comes_back(tmp_path:
         for port in (a.port, b.port):
             with closing(socket.socket()) as sock:
                 assert sock.connect_ex(("127.0.0.1", port)) != 0, "somebody still serves"
+
+
+def test_where_all_workers_start_anew_the_agent_tells_why(tmp_path: Path) -> None:
+    port, out = free_ports(1)[0], tmp_path / "log"
+    command = ["setpriv", "--pdeathsig", "KILL", str(HIERAVG), "run", "--standalone", "--nproc-per-node=2"]
+    command += ["--membership=restart", "--hierarchy=global=2", f"--metrics-port={port}"]
+    script = [str(RESTARTED_SCRIPT), str(tmp_path)]
+    environment = os.environ | {"TEST_NODE_ID": "n", "OMP_NUM_THREADS": "1"}
+    with out.open("wb") as log:
+        agent = subprocess.Popen([*command, *script], stderr=log, env=environment, start_new_session=True)
+    try:
+        node = Watched(port)
+        node.await_value("hieravg_steps_total", 10.0, local_rank="1")
+        assert (node.get("/readyz")[0], node.get("/healthz")[0]) == (200, 200)
+        steps = node.value("hieravg_steps_total", local_rank="1") or 0.0
+        os.kill(children_of(agent.pid)[0], signal.SIGKILL)
+        node.await_value("hieravg_worker_restarts_total", 1.0, reason="killed")
+        node.await_value("hieravg_steps_total", steps + 10.0, local_rank="1")
+        node.await_value("hieravg_generation", 2.0)
+        assert node.value("hieravg_generations_total", reason="restart") == 1
+        assert node.status()["mode"] == "restart"
+        (tmp_path / "finish").touch()
+        assert agent.wait(timeout=WITHIN_S) == 0, out.read_text()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(agent.pid, signal.SIGKILL)
+        agent.wait()
 
 
 def see_both_train(a: Watched, b: Watched) -> None:
