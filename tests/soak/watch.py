@@ -56,7 +56,9 @@ class Watch:
     """`window_steps`: the loss is averaged over so many steps of the job, all ranks together."""
 
     def __init__(self, folder: Path, *, slots: int, window_steps: int) -> None:
-        self.workers: dict[int, Worker] = {}
+        # All there were, in the order of their starts. Process ids are used again in a long run.
+        self.workers: list[Worker] = []
+        self._newest: dict[int, Worker] = {}
         self.broken: list[str] = []
         self.gaps: deque[Gap] = deque(maxlen=GAPS_MAX)
         self.num_rounds = 0
@@ -85,7 +87,7 @@ class Watch:
 
     def current(self, node: str) -> list[Worker]:
         """The workers of the node's last start, as far as they have told of themselves."""
-        found = [worker for worker in self.workers.values() if worker.node == node]
+        found = [worker for worker in self.workers if worker.node == node]
         return found[self._slots * (self._starts[node] - 1) :]
 
     def is_in(self, node: str, *, since_s: float) -> bool:
@@ -97,10 +99,10 @@ class Watch:
         return statistics.median(self._ordinary_s) if self._ordinary_s else 0.0
 
     def newest_step(self) -> int:
-        return max((worker.step or 0 for worker in self.workers.values()), default=0)
+        return max((worker.step or 0 for worker in self.workers), default=0)
 
     def num_steps(self) -> int:
-        return sum(worker.num_steps for worker in self.workers.values())
+        return sum(worker.num_steps for worker in self.workers)
 
     def windows(self) -> list[float]:
         """The mean loss of each window, without the last one, which is not full."""
@@ -131,17 +133,18 @@ class Watch:
                 case "start":
                     self._started(line)
                 case "ordered":
-                    self.workers[line["pid"]].ordered.append(line["order"])
+                    self._newest[line["pid"]].ordered.append(line["order"])
                 case "step":
-                    self._stepped(self.workers[line["pid"]], line)
+                    self._stepped(self._newest[line["pid"]], line)
                 case "end":
-                    self.workers[line["pid"]].end_digest = line["digest"]
+                    self._newest[line["pid"]].end_digest = line["digest"]
                     self.totals.update({name: line[name] for name in ("num_retried", "num_skipped")})
 
     def _started(self, line: Line) -> None:
         node, pid = line["node"], line["pid"]
-        self.workers[pid] = Worker(node, pid, line["at_s"])
-        num_started = sum(worker.node == node for worker in self.workers.values())
+        self._newest[pid] = Worker(node, pid, line["at_s"])
+        self.workers.append(self._newest[pid])
+        num_started = sum(worker.node == node for worker in self.workers)
         if num_started > self._slots * self._starts[node]:
             self._break(line, f"started, though nothing was done to {node}: {num_started} starts of a worker")
             # Told once; what follows is held against the workers that are there now.
