@@ -85,7 +85,6 @@ WITHOUT_VALUES = {
     "there is no endpoint",
     "there is no run id",
     "there is nothing to average",
-    "there was no time for one more round: what this node did since the last one is lost",
     "this node was out of the job; its workers share a process group: they start anew",
     "this node was taken out of the job while it lives; it joins again",
     "this worker's agent is gone; the worker ends",

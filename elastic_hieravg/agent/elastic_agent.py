@@ -237,7 +237,8 @@ class InPlaceAgent(LocalElasticAgent):
             time.sleep(POLL_S)
         self.reason = f"left on {signal_name}; what this node did is in the others' models"
         if not self._node.is_drained:
-            why = "there was no time for one more round: what this node did since the last one is lost"
+            num_steps = self._node.telemetry.steps_since_round()
+            why = f"there was no time for one more round: the {num_steps} steps since the last one are lost"
             self.reason = f"left on {signal_name}; {why}"
             _log.warning("%s", why)
         self._node.leave(timeout_s=LEAVE_S)

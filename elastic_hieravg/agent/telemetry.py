@@ -356,6 +356,16 @@ class Telemetry:
 
     # --- for whoever asks -------------------------------------------------------------------------------------
 
+    def steps_since_round(self) -> int:
+        """The steps of this node's workers that are in nobody else's model, as far as they have told."""
+        with self.lock:
+            plan = self._plan
+            widest = plan.levels[-1].name if plan and plan.levels else ""
+            told = [each.samples for each in self._workers if each.samples is not None]
+            # `last` may be a round that failed; then the steps before it count too, and are not known here.
+            lasts = [(samples, samples.rounds.get(widest)) for samples in told]
+            return max((samples.step - (last.step if last else 0) for samples, last in lasts), default=0)
+
     def _why_not_healthy(self) -> str:
         silent_s = 0.0 if self.is_meeting else self._clock() - self._looked_s
         return (
