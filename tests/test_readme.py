@@ -1,11 +1,14 @@
 """Every command and snippet of the README runs, and prints what the README says it prints.
 
 A `console` block holds commands behind `$ ` and their output; a `python` block may be followed by an
-`output` block. With `--regenerate` the outputs are written anew.
+`output` block. With `--regenerate` the outputs are written anew. All other commands are run by a test below,
+with addresses of this machine in them, or stand in `NOT_HERE` with the reason why not. A block that is neither
+fails.
 """
 
 import contextlib
 import io
+import os
 import re
 import shlex
 import subprocess
@@ -13,6 +16,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import config_from_args, get_args_parser
+
+from elastic_hieravg.rendezvous.settings import IGNORED, key_problems
+from tests.membership.etcd_servers import free_ports
+from tests.metrics import documents
+from tests.metrics.page_server import PageServer
+from tests.readme_blocks import CONFIGURATION, PLAYED, blocks_of, commands_of, is_configuration
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCK = re.compile(r"^```(console|python|output)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -68,12 +78,132 @@ def test_commands_and_snippets_do_what_the_readme_says(request: pytest.FixtureRe
         assert played == text
 
 
-def test_every_code_block_is_one_that_is_run() -> None:
-    fences = re.findall(r"^```(\w+)$", README.read_text(), re.MULTILINE)
-    assert set(fences) <= {"console", "python", "output"}
+# What cannot be run here, and what is done instead.
+NOT_HERE = {
+    "make demo": "it does its own set-up; tests/demo runs what it runs",
+    "make test": "it would run this test",
+    "hieravg status --url http://node-a:9400 --watch": "until Ctrl-C; tests/metrics runs it on a terminal",
+    (
+        "torchrun --nnodes=2:4 --nproc-per-node=2 --rdzv-backend=etcd3 --rdzv-endpoint=h1:2379,h2:2379,h3:2379 "
+        "--rdzv-id=job7 "
+        "--rdzv-conf=lease_ttl_s=3,cacert=ca.pem,cert=me.pem,key=me.key,user=me,password_file=pw train.py"
+    ): "three machines with certificates; tests/rendezvous runs it on one, and its flags are read below",
+}
+STATUS = {"hieravg status --url http://node-a:9400", "hieravg status --json"}
+JOBS = {
+    (
+        "hieravg run --nnodes=1:4 --nproc-per-node=2 --rdzv-endpoint=h1:29400 --rdzv-id=job7 "
+        "--hierarchy node=8,global=64 train.py"
+    ),
+    "hieravg run --standalone --nproc-per-node=2 examples/plain_loop.py --steps 200",
+}
+
+
+def commands() -> set[str]:
+    """All of them but those of `console` blocks."""
+    found = [block for block in blocks_of(README.read_text()) if block.kind not in PLAYED]
+    return {command for block in found if not is_configuration(block) for command in commands_of(block)}
+
+
+def test_every_command_is_run_or_listed_with_a_reason() -> None:
+    unknown = commands() - NOT_HERE.keys() - STATUS - JOBS
+    assert not unknown, f"run it in a test here, or say in NOT_HERE why that cannot be: {unknown}"
+
+
+def test_every_command_that_is_listed_is_in_the_readme() -> None:
+    assert commands() == NOT_HERE.keys() | STATUS | JOBS
+
+
+@pytest.mark.parametrize("command", sorted(JOBS))
+def test_jobs_train(command: str, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    example = README.parent / "examples" / "plain_loop.py"
+    here = command.replace("h1:29400", f"127.0.0.1:{port}").replace("examples/plain_loop.py", str(example))
+    program, *arguments = shlex.split(here.replace(" train.py", f" {example} --steps 32"))
+    done = subprocess.run(
+        ["setpriv", "--pdeathsig", "KILL", Path(sys.executable).with_name(program), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | {"HIERAVG_METRICS_PORT": "off", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    digests = re.findall(r"model ([0-9a-f]{12})", done.stdout)
+    assert len(digests) == 2, done.stdout + done.stderr
+    assert len(set(digests)) == 1
+
+
+@pytest.mark.parametrize("command", sorted(STATUS))
+def test_status_is_told(command: str) -> None:
+    server = PageServer(documents.small_job())
+    try:
+        program, *arguments = shlex.split(command.replace("http://node-a:9400", server.url))
+        done = subprocess.run(
+            [Path(sys.executable).with_name(program), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            env=os.environ | {"HIERAVG_METRICS_HOST": "127.0.0.1", "HIERAVG_METRICS_PORT": str(server.port)},
+        )
+    finally:
+        server.close()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert server.asked["/status"] == 1
+
+
+def test_the_flags_of_torchrun_are_known_to_torch_and_to_the_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Else torch sets it, and says so.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (command,) = [each for each in commands() if each.startswith("torchrun ")]
+    flags = get_args_parser().parse_args(shlex.split(command)[1:])
+    config, _, arguments = config_from_args(flags)
+    assert (config.rdzv_backend, config.min_nodes, config.max_nodes, arguments[-1]) == (
+        "etcd3",
+        2,
+        4,
+        "train.py",
+    )
+    assert not list(
+        key_problems({key: str(value) for key, value in config.rdzv_configs.items() if key not in IGNORED})
+    )
+
+
+def test_every_fence_says_what_it_holds() -> None:
+    kinds = {block.kind for block in blocks_of(README.read_text())}
+    assert kinds <= {*PLAYED, *CONFIGURATION, "bash", "indented"}
+
+
+def test_blocks_are_found_however_they_are_written() -> None:
+    text = (
+        "a\n\n    make x  # why\n    y \\\n      --z\n\nb\n    no\n\n```bash\nc 1\n```\n"
+        "\n    a: 1\n\n```yaml\nb: 2\n```\n"
+    )
+    blocks = list(blocks_of(text))
+    assert [(block.kind, block.line) for block in blocks] == [
+        ("indented", 3),
+        ("bash", 10),
+        ("indented", 14),
+        ("yaml", 16),
+    ]
+    assert [command for block in blocks[:2] for command in commands_of(block)] == ["make x", "y --z", "c 1"]
+    assert [is_configuration(block) for block in blocks] == [False, False, True, True]
 
 
 def test_targets_named_in_the_readme_exist() -> None:
     makefile = (README.parent / "Makefile").read_text()
-    for target in re.findall(r"^    make (\w+)", README.read_text(), re.MULTILINE):
-        assert f"\n{target}:" in makefile
+    targets = [command.split()[1] for command in commands() if command.startswith("make ")]
+    assert targets
+    assert all(f"\n{target}:" in makefile for target in targets)
+
+
+def test_files_named_in_the_readme_exist() -> None:
+    text = README.read_text()
+    linked = re.findall(r"\]\(([\w./-]+)\)", text)
+    named = re.findall(r"`((?:examples|benchmarks|dashboards|k8s|tests)/[\w./-]*)`", text)
+    assert linked
+    assert named
+    assert not [path for path in {*linked, *named} if not (README.parent / path).exists()]
