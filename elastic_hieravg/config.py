@@ -413,6 +413,11 @@ def flag_default(name: str, *, prefix: str = "HIERAVG") -> str | None:
     return os.environ.get(f"{prefix}_{name.upper()}")
 
 
+def environment() -> dict[str, str]:
+    """All of it, for somebody who looks for what is wrong with it."""
+    return dict(os.environ)
+
+
 def is_continuous_integration() -> bool:
     """Whether nobody watches, though the output may look like a terminal."""
     return os.environ.get("CI", "").lower() not in ("", "0", "false")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from elastic_hieravg import __version__
-from elastic_hieravg.cli import demo, plan, run, status
+from elastic_hieravg.cli import demo, doctor, plan, run, status
 from elastic_hieravg.errors import HierAvgError, InputError
 
 EXIT_FAILED = 1
@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_parser(commands)
     status.add_parser(commands)
     demo.add_parser(commands)
+    doctor.add_parser(commands)
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if given[:1] == ["run"]:

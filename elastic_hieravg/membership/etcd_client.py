@@ -199,7 +199,8 @@ class _Endpoint:
         else:
             self.channel = grpc.secure_channel(name, credentials, options=_OPTIONS)
         self._stubs = {
-            kind: getattr(stubs, f"{kind}Stub")(self.channel) for kind in ("KV", "Lease", "Watch", "Auth")
+            kind: getattr(stubs, f"{kind}Stub")(self.channel)
+            for kind in ("KV", "Lease", "Watch", "Auth", "Maintenance")
         }
 
     def method(self, stub: str, method: str) -> Any:
