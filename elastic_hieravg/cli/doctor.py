@@ -73,7 +73,9 @@ def run(flags: argparse.Namespace) -> int:
     if flags.listen:
         if flags.peer or flags.json:
             other = "--peer" if flags.peer else "--json"
-            raise UsageError(Problem(f"--listen with {other}", "ask from another node than the one that listens"))
+            raise UsageError(
+                Problem(f"--listen with {other}", "ask from another node than the one that listens")
+            )
         return _listen(flags.listen)
     from elastic_hieravg.doctor.examination import examine, real_probes  # noqa: PLC0415
     from elastic_hieravg.doctor.findings import Severity, count, document  # noqa: PLC0415

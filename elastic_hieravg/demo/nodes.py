@@ -24,6 +24,7 @@ NODES_MIN, NODES_MAX = 2, 4
 SETTLE_S = 0.2
 # An agent that was killed is gone at once; one that was asked to end has had its time before.
 END_S = 10.0
+CONNECT_S = 1.0
 
 _AGENT = (
     "import sys; from elastic_hieravg.demo.endings import end_with_parent;"
@@ -118,6 +119,12 @@ class Nodes:
 
     def exit_code(self, name: str) -> int | None:
         return self._agents[name].process.poll()
+
+    def is_store_served(self) -> bool:
+        """Whether the first node serves the store, so that the others find it there."""
+        with socket.socket() as sock:
+            sock.settimeout(CONNECT_S)
+            return sock.connect_ex(("127.0.0.1", self._port)) == 0
 
     def fallen(self) -> str | None:
         """A node whose agent has ended though nobody did anything to it."""

@@ -89,7 +89,11 @@ class Story:
         self._say(
             f"three nodes of two workers start: {', '.join(FIRST)}; their logs are in {self._folder}/logs"
         )
-        for name in FIRST:
+        # Whoever is first serves the store: here the one that is killed, and not the one that freezes.
+        first, *others = FIRST
+        self._nodes.start(first)
+        self._until("a serves the store", self._nodes.is_store_served)
+        for name in others:
             self._nodes.start(name)
         met = self._await_met("a, b and c find each other", since_s=0.0)
         self._num_scenes_done += 1
@@ -100,7 +104,9 @@ class Story:
         return met.at_s
 
     def _kill(self) -> None:
-        at_s = self._hurt("a", "node a, the one of rank 0, is killed: SIGKILL for its agent and both workers")
+        at_s = self._hurt(
+            "a", "node a, with rank 0 and the store, is killed: SIGKILL for its agent and both workers"
+        )
         self._nodes.kill("a")
         without = self._await_met("b and c go on without a", since_s=at_s)
         self._tell_without(at_s, without)

@@ -102,7 +102,10 @@ def read_samples(text: str) -> Samples:
             },
         )
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as exc:
-        problem = Problem(f"a worker's report is not one: {exc}", "run the same version of elastic_hieravg in agent and workers")
+        problem = Problem(
+            f"a worker's report is not one: {exc}",
+            "run the same version of elastic_hieravg in agent and workers",
+        )
         raise DocumentError(problem) from exc
 
 

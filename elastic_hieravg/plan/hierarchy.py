@@ -182,7 +182,8 @@ def _period_problems(levels: tuple[Level, ...]) -> Iterator[Problem]:
             yield Problem(
                 f"level {outer.name} has the period {outer.period_steps}, "
                 f"not longer than the {inner.period_steps} of {inner.name} inside it",
-                f"take {2 * inner.period_steps} or another multiple of {inner.period_steps}: periods grow outwards",
+                f"take {2 * inner.period_steps} or another multiple of {inner.period_steps}; "
+                "periods grow outwards",
             )
         elif outer.period_steps % inner.period_steps:
             below = outer.period_steps - outer.period_steps % inner.period_steps

@@ -278,7 +278,8 @@ class Generations:
                 time.sleep(RETRY_S)
             except Exception:  # noqa: BLE001 - whatever it is, it must not end here unseen
                 # An error of ours. The others would wait for this rank, which waits too; started anew it joins.
-                _log.exception("this worker cannot follow to generation %s and ends; its agent starts it anew", way.adopted.generation.number)
+                number = way.adopted.generation.number
+                _log.exception("this worker cannot follow to generation %s: its agent starts it anew", number)
                 os._exit(EXIT_CRASHED)
             else:
                 return

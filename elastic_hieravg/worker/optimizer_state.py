@@ -107,7 +107,10 @@ def copy_state(optimizer: Optimizer | None, *, step: int) -> StateCopy:
         found = [_describe(name, value, parameter) for name, value in state.items()]
         whole = [piece for piece in found if piece is not None]
         if len(whole) < len(found):
-            _log.warning("%s keeps state that cannot be sent: workers that join begin without it", type(optimizer).__name__)
+            _log.warning(
+                "%s keeps state that cannot be sent: workers that join begin without it",
+                type(optimizer).__name__,
+            )
             whole = []
         pieces.append(tuple(sorted(whole, key=lambda piece: piece.name)))
         for piece in whole:
@@ -223,7 +226,8 @@ def _read_forms(text: bytes) -> tuple[tuple[Piece, ...], ...]:
         return tuple(forms[index] for index in document["of"])
     except (ValueError, TypeError, KeyError, IndexError) as exc:
         problem = Problem(
-            f"what a rank told of its optimizer cannot be read: {exc}", "run the same version of elastic_hieravg on every node"
+            f"what a rank told of its optimizer cannot be read: {exc}",
+            "run the same version of elastic_hieravg on every node",
         )
         raise DocumentError(problem) from exc
 

@@ -127,7 +127,9 @@ def read_state(text: str) -> State:
     where = "a snapshot"
     fields = Fields(parse_json(text, where=where), where=where)
     if (fields.text("format"), fields.number("version")) != (FORMAT, VERSION):
-        raise DocumentError(Problem("a snapshot has another version", "run the version of elastic_hieravg that wrote it"))
+        raise DocumentError(
+            Problem("a snapshot has another version", "run the version of elastic_hieravg that wrote it")
+        )
     moment = Moment(fields.number("step"), fields.number("generation"), fields.text("name"))
     signature, num_model = fields.text("signature"), fields.number("num_model")
     specs = tuple(_read_spec(value, where=place) for place, value in fields.items("tensors"))
@@ -142,7 +144,9 @@ def _read_spec(value: object, *, where: str) -> Spec:
             type(size) is int and size >= 0 for size in shape
         ):
             return Spec(kind, tuple(shape))
-    raise DocumentError(Problem(f"{where} is no tensor: {value!r}", "run the version of elastic_hieravg that wrote it"))
+    raise DocumentError(
+        Problem(f"{where} is no tensor: {value!r}", "run the version of elastic_hieravg that wrote it")
+    )
 
 
 def _aligned(num_bytes: int) -> int:

@@ -69,4 +69,8 @@ def _decode(document: object, tensors: Sequence[Tensor], *, depth: int) -> Any:
             return tuple(_decode(entry, tensors, depth=depth + 1) for entry in entries)
         case {"dict": list(pairs)} if depth < DEPTH_MAX:
             return {key: _decode(entry, tensors, depth=depth + 1) for key, entry in pairs}
-    raise DocumentError(Problem(f"{str(document)[:80]} is no part of a state", "run the version of elastic_hieravg that wrote it"))
+    raise DocumentError(
+        Problem(
+            f"{str(document)[:80]} is no part of a state", "run the version of elastic_hieravg that wrote it"
+        )
+    )

@@ -143,7 +143,7 @@ def check_talk(stderr: str) -> None:
     assert any(re.fullmatch(r"the job's page: http://127\.0\.0\.1:\d+/", line) for line in lines)
     for told in (
         "generation ",
-        "node a, the one of rank 0, is killed",
+        "node a, with rank 0 and the store, is killed",
         "b and c have averaged without it",
         "node c is frozen",
         "a, b, c, d train together, 8 ranks",
