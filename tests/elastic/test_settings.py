@@ -71,7 +71,7 @@ def test_a_file_of_bounds_goes_before_the_flag(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_of_bounds_that_cannot_be_used_is_refused(
-    tmp_path: Path, content: str | None, flags: dict[str, str], found: str
+    tmp_path: Path, content: str | None, flags: dict[str, Any], found: str
 ) -> None:
     path = tmp_path / "nnodes"
     if content is not None:
