@@ -26,6 +26,8 @@ ANSWER_S = 5.0
 DOCUMENT_BYTES_MAX = 32 * 1024 * 1024
 CHUNK_BYTES = 64 * 1024
 WATCH_PERIOD_S = 1.0
+# Nodes tell each other of themselves every other second.
+ASKED_AGAIN_MAX = 3
 # Where nobody says how wide the output is: lines of a file, or of a pipe.
 PLAIN_WIDTH = 180
 PORT_MAX = 65535
@@ -55,20 +57,33 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(flags: argparse.Namespace) -> int:
-    from elastic_hieravg.metrics.status_reading import read_document  # noqa: PLC0415
-
     url = read_url(flags.url)
     if flags.watch and (flags.json or not sys.stdout.isatty()):
         found = "--json" if flags.json else "an output that is no terminal"
         raise UsageError(Problem(f"--watch with {found}", "leave --watch away, and ask again when you need it"))
     if flags.watch:
         return _watch(url)
-    document = read_document(fetch(url))
+    document = _whole(url)
     if flags.json:
         print(json.dumps(document, indent=2))
     else:
         _print(_console(), _shown(document))
     return 0
+
+
+def _whole(url: str) -> dict[str, object]:
+    """The status with all nodes in it: an agent asks the others only while somebody looks, so ask again."""
+    from elastic_hieravg.metrics.status_reading import read_document  # noqa: PLC0415
+
+    document = read_document(fetch(url))
+    for _ in range(ASKED_AGAIN_MAX):
+        nodes = document.get("nodes")
+        entries = [each for each in nodes if isinstance(each, dict)] if isinstance(nodes, list) else []
+        if not any(each.get("state") == "training" and each.get("age_s") is None for each in entries):
+            break
+        time.sleep(WATCH_PERIOD_S)
+        document = read_document(fetch(url))
+    return document
 
 
 def read_url(given: str | None) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from elastic_hieravg.cli import main
-from elastic_hieravg.cli.status import DOCUMENT_BYTES_MAX, read_url
+from elastic_hieravg.cli.status import ASKED_AGAIN_MAX, DOCUMENT_BYTES_MAX, read_url
 from elastic_hieravg.errors import UsageError
 from elastic_hieravg.metrics.status_reading import read_status
 from elastic_hieravg.metrics.status_text import WORKERS_SHOWN_MAX
@@ -324,6 +324,25 @@ def test_a_large_job_has_a_line_for_each_node(capsys: pytest.CaptureFixture[str]
     assert "worker 0" not in text
     assert "and 58 more" in text
     assert max(len(line) for line in text.splitlines()) <= 180
+
+
+def test_asks_again_while_nodes_have_not_told_of_themselves(
+    capsys: pytest.CaptureFixture[str], server: PageServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.answer["nodes"][1]["age_s"] = None
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        server.answer["nodes"][1]["age_s"] = 0.5 if len(naps) == 2 else None
+
+    monkeypatch.setattr(time, "sleep", nap)
+    told(capsys, server)
+    assert server.asked["/status"] == 3
+    # It gives up, too: a node may have no way to tell.
+    server.answer["nodes"][1]["age_s"] = None
+    told(capsys, server)
+    assert server.asked["/status"] == 3 + 1 + ASKED_AGAIN_MAX
 
 
 def test_half_a_document_breaks_nothing(capsys: pytest.CaptureFixture[str], server: PageServer) -> None:
