@@ -54,7 +54,6 @@ def main() -> None:
     with eh.join() as job:
         # From here on the model, the optimizer's state and job.step are everybody's.
         averager = job.averager(model, optimizer)
-        scheduler.last_epoch = job.step
 
         while job.step < flags.steps and not job.should_stop:
             rows = rows_of(job, len(points))
@@ -63,6 +62,8 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             averager.step(num_samples=len(rows))  # averages, if a level is due
+            # The step of the job counts: a worker that joined, or was away for a while, is at the others' now.
+            scheduler.last_epoch = job.step - 1
             scheduler.step()
             losses.append(loss.item())
             job.report(loss=loss)  # for the status page and Grafana

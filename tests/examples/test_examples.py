@@ -22,8 +22,10 @@ from tests.membership.etcd_servers import free_ports
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 BIN = Path(sys.executable).parent
-WITHIN_S = 120.0
-NUM_NODES = NUM_SLOTS = 2
+WITHIN_S = 240.0
+NUM_NODES = 2
+# Where two workers of a node do nothing that two nodes would not show.
+ONE_SLOT = ("image_classifier", "language_model")
 # An example, and what it needs beside torch.
 NEEDS = {
     "ddp_in_node": "",
@@ -88,17 +90,17 @@ def check(ended: Sequence[Ended], *, num_ranks: int, steps: int) -> None:
 
 @pytest.mark.parametrize("name", HERE)
 def test_example_trains_on_two_nodes_and_its_replicas_end_identical(name: str, tmp_path: Path) -> None:
-    steps, (port,) = 48, free_ports(1)
+    steps, slots, (port,) = 48, 1 if name in ONE_SLOT else 2, free_ports(1)
     commands = [
         [
             *(str(BIN / "hieravg"), "run", "--node-id", node, f"--nnodes={NUM_NODES}:{NUM_NODES}"),
-            *(f"--nproc-per-node={NUM_SLOTS}", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=example"),
+            *(f"--nproc-per-node={slots}", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=example"),
             *("--hierarchy", "node=4,global=16", "--metrics-port", "off"),
             *(str(EXAMPLES / f"{name}.py"), "--steps", str(steps)),
         ]
         for node in "ab"[:NUM_NODES]
     ]
-    check(run(commands, tmp_path), num_ranks=NUM_NODES * NUM_SLOTS, steps=steps)
+    check(run(commands, tmp_path), num_ranks=NUM_NODES * slots, steps=steps)
 
 
 @pytest.mark.parametrize(
