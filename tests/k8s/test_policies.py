@@ -227,6 +227,23 @@ def test_job_can_be_resized() -> None:
         assert job["podReplacementPolicy"] == "Failed"
 
 
+def test_other_controllers_have_the_same_bounds(tmp_path: Path) -> None:
+    """They have fields of their own for what the bounds say."""
+    nodes_min, nodes_max = bounds_of(build(K8S / "base"))
+    pytorch = one(build(K8S / "integrations/pytorchjob"), "PyTorchJob")["spec"]
+    assert pytorch["elasticPolicy"]["minReplicas"] == nodes_min
+    assert pytorch["elasticPolicy"]["maxReplicas"] == pytorch["pytorchReplicaSpecs"]["Worker"]["replicas"]
+    assert pytorch["elasticPolicy"]["rdzvPort"] == settings.DEFAULT_PORT
+    volcano = one(build(K8S / "integrations/volcano"), "Job")["spec"]
+    assert (volcano["minAvailable"], volcano["tasks"][0]["replicas"]) == (nodes_min, nodes_max)
+    trainer = build(K8S / "integrations/trainjob")
+    assert one(trainer, "TrainJob")["spec"]["trainer"]["numNodes"] == nodes_max
+    assert one(trainer, "TrainingRuntime")["spec"]["mlPolicy"]["numNodes"] == nodes_max
+    kueue = one(build_with(tmp_path / "overlay", K8S / "components/kueue"), "Job")
+    assert kueue["metadata"]["annotations"]["kueue.x-k8s.io/job-min-parallelism"] == str(nodes_min)
+    assert kueue["spec"]["suspend"] is True
+
+
 def test_termination_message_is_where_kubernetes_looks(objects: list[Object]) -> None:
     pod = workers(objects)
     assert pod.environment()["HIERAVG_TERMINATION_FILE"] == pod.agent["terminationMessagePath"]
