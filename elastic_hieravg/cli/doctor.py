@@ -82,6 +82,9 @@ def run(flags: argparse.Namespace) -> int:
     from elastic_hieravg.doctor.text import lines  # noqa: PLC0415
 
     flags.step_s = _read_step_s(flags.step_s)
+    if "GRPC_VERBOSITY" not in config.environment():
+        # A connection that fails is a finding, and no line of gRPC's.
+        config.export({"GRPC_VERBOSITY": "NONE"})
     sections = examine(
         flags, environment=config.environment(), known_flags=known_variables(), probes=real_probes()
     )

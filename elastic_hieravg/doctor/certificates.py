@@ -87,10 +87,8 @@ def read_certificate(path: Path) -> Certificate | None:
 
 def shown_by(host: str, port: int, settings: EtcdSettings) -> Shown:
     """What a server shows to whoever trusts `cacert`; `OSError` if it does not answer in TLS."""
-    assert settings.cacert is not None
-    trusting = ssl.create_default_context(cafile=str(settings.cacert))
     try:
-        with _handshake(host, port, trusting) as sock:
+        with _handshake(host, port, client_context(settings)) as sock:
             return Shown(_certificate(sock.getpeercert() or {}))
     except ssl.SSLCertVerificationError as exc:
         why = exc.verify_message or str(exc)
@@ -98,6 +96,9 @@ def shown_by(host: str, port: int, settings: EtcdSettings) -> Shown:
     # Nothing is sent over this one: it only asks again for what was not believed, to say what it is.
     curious.check_hostname = False
     curious.verify_mode = ssl.CERT_NONE
+    if settings.cert is not None and settings.key is not None:
+        # Without it some servers do not get as far as showing theirs.
+        curious.load_cert_chain(settings.cert, settings.key)
     with _handshake(host, port, curious) as sock:
         der = sock.getpeercert(binary_form=True)
     return Shown(_from_der(der) if der else None, why)

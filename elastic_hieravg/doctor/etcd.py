@@ -4,6 +4,7 @@ The key is bound to a lease of a few seconds, which is given back. Every questio
 """
 
 import socket
+import ssl
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -234,6 +235,9 @@ def _certificate_of(endpoint: str, settings: EtcdSettings, *, now_s: float) -> F
     try:
         shown = certificates.shown_by(host, port, settings)
     except OSError as exc:
+        if isinstance(exc, ssl.SSLError) and "ALERT" in (exc.reason or ""):
+            advice = "give cert and key of a client that etcd's authority has signed"
+            return problem(f"certificate of {endpoint}", f"it refuses this client: {exc.reason}", advice)
         advice = "does it run there, with TLS? Without TLS leave cacert out"
         return warning(f"certificate of {endpoint}", f"no handshake: {exc.strerror or exc}", advice)
     return certificates.check_shown(endpoint, shown, now_s=now_s)

@@ -23,6 +23,7 @@ from elastic_hieravg.membership.etcd_client import EtcdSettings
 from elastic_hieravg.membership.records import Mode
 from elastic_hieravg.plan import Node, Topology, fit
 
+DIGITS_MAX = 6
 PROBE_S = 90.0
 LOOKUP_S = 6.0
 PROBE = "elastic_hieravg.doctor.software_probe"
@@ -106,6 +107,8 @@ def _receive(flags: Namespace, environment: Mapping[str, str], probes: Probes) -
     params = read_params(flags.params) if flags.params else None
     conf = read_conf(flags.rdzv_conf)
     nodes_min, nodes_max = read_nnodes(flags.nnodes)
+    # What cannot be read is told before anything slow is done.
+    read_slots(flags.nproc_per_node, installed=software.Software(), cores=1.0)
     machine, installed = probes.machine(), probes.software()
     slots = read_slots(flags.nproc_per_node, installed=installed, cores=machine.cores)
     names = [host for host, _ in endpoints_of(flags.rdzv_endpoint, is_etcd=flags.rdzv_backend == ETCD)]
@@ -171,7 +174,9 @@ def read_nnodes(text: str) -> tuple[int, int]:
     (1, 4)
     """
     parts = text.split(":")
-    if len(parts) > 2 or not all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts):
+    if len(parts) > 2 or not all(
+        part.isascii() and part.isdecimal() and len(part) <= DIGITS_MAX for part in parts
+    ):
         raise UsageError(Problem(f"--nnodes is {text!r}", "write MIN:MAX, for example 1:4"))
     return int(parts[0]), int(parts[-1])
 
@@ -184,7 +189,7 @@ def read_slots(text: str, *, installed: software.Software, cores: float) -> int:
     """
     if text in ("auto", "gpu", "cpu", "xpu"):
         return (text != "cpu" and installed.num_accelerators) or max(1, int(cores))
-    if not text.isascii() or not text.isdecimal() or not 0 < int(text[:9]) == int(text):
+    if not text.isascii() or not text.isdecimal() or len(text) > DIGITS_MAX or not int(text):
         raise UsageError(Problem(f"--nproc-per-node is {text!r}", "give a number of workers, auto, gpu or cpu"))
     return int(text)
 

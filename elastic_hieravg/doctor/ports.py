@@ -31,16 +31,15 @@ def check_metrics_port(place: MetricsPlace | None) -> Finding:
     why = why_not_listening(place.host, place.port)
     if why is None:
         return ok(check, f"{place.host}:{place.port} is free")
+    if why.errno != errno.EADDRINUSE:
+        advice = "give another --metrics-host or --metrics-port"
+        return warning(check, f"{place.host}:{place.port}: {why.strerror}", advice)
     agent = ask_agent(place)
     if agent is not None:
         found = f"an agent of the job {agent.run_id} serves {place.host}:{place.port}"
         return note(check, found, "another one here takes a free port and says which")
-    if why.errno == errno.EADDRINUSE:
-        advice = "give another --metrics-port; else a free one is taken, and Prometheus does not know it"
-        return warning(check, f"{place.host}:{place.port} is taken", advice)
-    return warning(
-        check, f"{place.host}:{place.port}: {why.strerror}", "give another --metrics-host or --metrics-port"
-    )
+    advice = "give another --metrics-port; else a free one is taken, and Prometheus does not know it"
+    return warning(check, f"{place.host}:{place.port} is taken", advice)
 
 
 def check_listening(address: str) -> Finding:

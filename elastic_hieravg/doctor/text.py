@@ -44,7 +44,11 @@ def lines(sections: Sequence[Section]) -> list[Line]:
 
 def _summary(sections: Sequence[Section]) -> list[Line]:
     told = [
-        Line(f"{severity.value}: ", f"{section.name}, {each.check}: {each.found}\n  do: {each.advice}", style)
+        Line(
+            f"{severity.value}: ",
+            f"{section.name}, {each.check}: {_plain(each.found)}\n  do: {_plain(each.advice)}",
+            style,
+        )
         for severity, style in ((kind, STYLES[kind]) for kind in (Severity.PROBLEM, Severity.WARNING))
         for section in sections
         for each in section.findings
@@ -62,7 +66,12 @@ def _one_line(finding: Finding) -> str:
     # What to do about a problem or a warning stands at the end, where it is looked for.
     is_told_later = finding.severity in (Severity.PROBLEM, Severity.WARNING)
     advice = "" if is_told_later or not finding.advice else f" ({finding.advice})"
-    return " ".join(f"{finding.found}{advice}".split())
+    return _plain(f"{finding.found}{advice}")
+
+
+def _plain(text: str) -> str:
+    """On one line, and nothing that a terminal would act on: some of it was written by others."""
+    return " ".join("".join(each if each.isprintable() else " " for each in text).split())
 
 
 def _counted(severity: Severity, number: int) -> str:
