@@ -242,6 +242,13 @@ class RestartedAverager:
     def _keep(self) -> None:
         """Keep what everybody has now. A job trains on without snapshots if there is no room for them."""
         engine = self._engine
+        if not engine.tensors:
+            # A rank that starts anew may get another slot, and a part of the model is no model.
+            step = engine.step_count
+            self._warn(
+                f"no snapshot of step {step} is kept, of a sharded model: workers that start anew begin again"
+            )
+            return
         moment = Moment(engine.step_count, engine.plan.generation, self._name)
         try:
             self._file.write(*self._kept.state(moment))

@@ -91,7 +91,8 @@ class Job:
         self.rank = 0
         self.generation = 0
         self._averager: ElasticAverager | None = None
-        self._is_hooked: Callable[[], bool] = lambda: False
+        # Whether the node's workers talk to each other by themselves in a step.
+        self._is_talking: Callable[[], bool] = has_default_group
         self._link: AgentLink | None = None
         self._callbacks: list[Callable[[Job], None]] = []
         self._closers: list[Callable[[], None]] = []
@@ -163,7 +164,9 @@ class Job:
             timeout_s=ROUND_TIMEOUT_S,
             build_timeout_s=BUILD_TIMEOUT_S,
         )
-        self._is_hooked = lambda: engine.is_hooked
+        # DDP sends gradients through our hook if there is one, and buffers by itself.
+        has_buffers = isinstance(model, nn.Module) and any(True for _ in model.buffers())
+        self._is_talking = lambda: has_default_group() and (has_buffers or not engine.is_hooked)
         averager = ElasticAverager(
             engine,
             local_rank=self.local_rank,
@@ -337,7 +340,7 @@ class Job:
             case Follow():
                 averager.generations.follow(message)
             case Fence():
-                if has_default_group() and not self._is_hooked():
+                if self._is_talking():
                     # The node's workers stand at different steps now, and each waits for the others' part of
                     # the next one: of DDP's or FSDP's messages nobody but torch knows.
                     _log.warning(

@@ -103,18 +103,13 @@ def test_example_trains_on_two_nodes_and_its_replicas_end_identical(name: str, t
     check(run(commands, tmp_path), num_ranks=NUM_NODES * slots, steps=steps)
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        pytest.param([sys.executable], id="alone"),
-        pytest.param(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], id="torchrun"
-        ),
-    ],
-)
-def test_the_same_script_runs_alone_and_under_torchrun(start: list[str], tmp_path: Path) -> None:
-    ended = run([[*start, str(EXAMPLES / "plain_loop.py"), "--steps", "48"]], tmp_path)
-    check(ended, num_ranks=2 if "--standalone" in start else 1, steps=48)
+@pytest.mark.parametrize(("name", "num_ranks"), [("plain_loop", 1), ("plain_loop", 2), ("fsdp_in_node", 2)])
+def test_the_same_script_runs_alone_and_under_torchrun(name: str, num_ranks: int, tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    start = [sys.executable, *(torchrun if num_ranks > 1 else [])]
+    # More than a global period: there is a round, and a snapshot.
+    ended = run([[*start, str(EXAMPLES / f"{name}.py"), "--steps", "70"]], tmp_path)
+    check(ended, num_ranks=num_ranks, steps=70)
 
 
 def test_every_example_is_run_here_and_named_in_the_readme() -> None:
