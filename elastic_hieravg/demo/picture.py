@@ -69,13 +69,13 @@ def draw(run: Run, facts: Facts) -> str:
     parts = [
         head,
         f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
-        _text(LEFT, 24, "hieravg demo: a small model learns while nodes come and go", size=16),
-        _text(LEFT, 42, told, fill=FAINT),
+        draw_text(LEFT, 24, "hieravg demo: a small model learns while nodes come and go", size=16),
+        draw_text(LEFT, 42, told, fill=FAINT),
         *_bands(run, until_s=until_s, bottom=height - FOOT),
         *_loss(run, top=HEAD, until_s=until_s),
         *_step_time(run, top=HEAD + LOSS_HEIGHT + SPACE, until_s=until_s),
         *_lanes(run, names, top=HEAD + LOSS_HEIGHT + STEP_HEIGHT + 2 * SPACE, until_s=until_s),
-        *_seconds(until_s, top=height - FOOT),
+        *draw_seconds(until_s, top=height - FOOT),
         "</svg>\n",
     ]
     return "\n".join(parts)
@@ -102,16 +102,16 @@ def _bands(run: Run, *, until_s: float, bottom: float) -> Iterable[str]:
             f'height="{bottom - HEAD + 6:.1f}" fill="{BANDS[fault.kind]}"/>'
         )
         # Two rows, so that neighbours do not write over each other.
-        yield _text(left, HEAD - 12 - 15 * (index % 2), f"{fault.node} {fault.kind}", size=11)
+        yield draw_text(left, HEAD - 12 - 15 * (index % 2), f"{fault.node} {fault.kind}", size=11)
 
 
 def _loss(run: Run, *, top: float, until_s: float) -> Iterable[str]:
     points = [(at_s - run.began_s, loss) for at_s, _, loss in loss_points(run.workers)]
     panel = Panel(top, LOSS_HEIGHT, until_s, 0.0, max((loss for _, loss in points), default=1.0) * 1.05)
-    yield from _frame(
+    yield from draw_frame(
         panel, "loss, mean of all workers", [(each, f"{each:g}") for each in ticks(panel.high, num_max=6)]
     )
-    yield _path(panel, points, colour=BLUE)
+    yield draw_line(panel, points, colour=BLUE)
 
 
 def _step_time(run: Run, *, top: float, until_s: float) -> Iterable[str]:
@@ -126,9 +126,9 @@ def _step_time(run: Run, *, top: float, until_s: float) -> Iterable[str]:
     panel = Panel(top, STEP_HEIGHT, until_s, 0.01, 10.0, is_log=True)
     labels = [(0.01, "10 ms"), (0.1, "100 ms"), (1.0, "1 s"), (10.0, "10 s")]
     title = "time from step to step of workers whose node was not hurt: longest (orange) and median (grey)"
-    yield from _frame(panel, title, labels)
-    yield _path(panel, _within(middle, panel), colour=FAINT)
-    yield _path(panel, _within(longest, panel), colour=ORANGE)
+    yield from draw_frame(panel, title, labels)
+    yield draw_line(panel, _within(middle, panel), colour=FAINT)
+    yield draw_line(panel, _within(longest, panel), colour=ORANGE)
 
 
 def _within(points: Iterable[Point], panel: Panel) -> list[Point]:
@@ -137,10 +137,10 @@ def _within(points: Iterable[Point], panel: Panel) -> list[Point]:
 
 def _lanes(run: Run, names: Sequence[str], *, top: float, until_s: float) -> Iterable[str]:
     panel = Panel(top, LANE_HEIGHT, until_s, 0.0, 1.0)
-    yield _text(LEFT, top - 8, "when each node made steps")
+    yield draw_text(LEFT, top - 8, "when each node made steps")
     for index, name in enumerate(names):
         y = top + index * LANE_HEIGHT
-        yield _text(LEFT - 10, y + 13, f"node {name}", fill=FAINT, anchor="end")
+        yield draw_text(LEFT - 10, y + 13, f"node {name}", fill=FAINT, anchor="end")
         times_s = sorted(
             step.at_s - run.began_s for worker in run.workers if worker.node == name for step in worker.steps
         )
@@ -164,26 +164,26 @@ def _stretches(times_s: Sequence[float]) -> list[Point]:
     return list(zip(starts, [*(before for before, _ in cuts), times_s[-1]], strict=True))
 
 
-def _seconds(until_s: float, *, top: float) -> Iterable[str]:
+def draw_seconds(until_s: float, *, top: float) -> Iterable[str]:
     panel = Panel(top, 1, until_s, 0, 1)
     for second in ticks(until_s):
-        yield _text(panel.x(second), top + 18, f"{second:g} s", fill=FAINT, anchor="middle")
+        yield draw_text(panel.x(second), top + 18, f"{second:g} s", fill=FAINT, anchor="middle")
 
 
-def _frame(panel: Panel, title: str, labels: Sequence[tuple[float, str]]) -> Iterable[str]:
+def draw_frame(panel: Panel, title: str, labels: Sequence[tuple[float, str]]) -> Iterable[str]:
     for value, label in labels:
         y = panel.y(value)
         yield f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="{GRID}"/>'
-        yield _text(LEFT - 8, y + 4, label, fill=FAINT, anchor="end")
-    yield _text(LEFT + 4, panel.top - 8 if panel.is_log else panel.top + panel.height - 8, title)
+        yield draw_text(LEFT - 8, y + 4, label, fill=FAINT, anchor="end")
+    yield draw_text(LEFT + 4, panel.top - 8 if panel.is_log else panel.top + panel.height - 8, title)
 
 
-def _path(panel: Panel, points: Sequence[Point], *, colour: str) -> str:
+def draw_line(panel: Panel, points: Sequence[Point], *, colour: str) -> str:
     placed = " ".join(f"{panel.x(at_s):.1f},{panel.y(value):.1f}" for at_s, value in points)
     return f'<polyline points="{placed}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
 
 
-def _text(x: float, y: float, text: str, *, fill: str = INK, size: int = 12, anchor: str = "start") -> str:
+def draw_text(x: float, y: float, text: str, *, fill: str = INK, size: int = 12, anchor: str = "start") -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" fill="{fill}" font-size="{size}" text-anchor="{anchor}">'
         f"{escape(text)}</text>"
