@@ -64,7 +64,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     for flag, (default, text) in TORCHRUN_FLAGS.items():
         given = config.flag_default(_variable(flag), prefix="PET")
         theirs.add_argument(flag, default=default if given is None else given, help=text)
-    theirs.add_argument("--standalone", action="store_true", help="a job of this node alone")
+    is_alone = config.flag_default("standalone", prefix="PET") == "1"
+    theirs.add_argument("--standalone", action="store_true", default=is_alone, help="a job of this node alone")
     add_flags_of_run(parser)
     parser.set_defaults(run=run)
 
@@ -82,6 +83,8 @@ def run(flags: argparse.Namespace) -> int:
     from elastic_hieravg.doctor.text import lines  # noqa: PLC0415
 
     flags.step_s = _read_step_s(flags.step_s)
+    if flags.standalone:
+        flags.rdzv_backend, flags.rdzv_endpoint = TORCHRUN_FLAGS["--rdzv-backend"][0], ""
     if "GRPC_VERBOSITY" not in config.environment():
         # A connection that fails is a finding, and no line of gRPC's.
         config.export({"GRPC_VERBOSITY": "NONE"})

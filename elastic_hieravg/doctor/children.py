@@ -66,7 +66,7 @@ def look_up(questions: Sequence[Question], *, timeout_s: float) -> dict[Question
 
 def ask_module(module: str, *, timeout_s: float) -> dict[str, object] | str:
     """What a module of ours prints as JSON, run by itself; or why there is nothing."""
-    with _start("-m", module) as process:
+    with _start("-P", "-m", module) as process:
         return _answer(process, deadline_s=time.monotonic() + timeout_s)
 
 

@@ -25,7 +25,7 @@ from elastic_hieravg.plan import Node, Topology, fit
 
 DIGITS_MAX = 6
 PROBE_S = 90.0
-LOOKUP_S = 6.0
+LOOKUP_S = 10.0
 PROBE = "elastic_hieravg.doctor.software_probe"
 # Settings that cannot be used have no address; agents would not get as far.
 PLACEHOLDER = "127.0.0.1"
@@ -328,5 +328,13 @@ def _pod(patient: Patient, place: MetricsPlace | None) -> Iterator[Finding]:
         labels=labels,
         grace_s=patient.settings.grace_s if patient.settings else 0.0,
         metrics=place,
+        is_reached=_is_reached(place, patient.address),
         is_etcd=patient.is_etcd,
     )
+
+
+def _is_reached(place: MetricsPlace | None, address: str) -> bool | None:
+    """Whether an agent that runs here answers at the address that others have; None if none runs."""
+    if place is None or not place.port or not address or ports.ask_agent(place) is None:
+        return None
+    return ports.ask_agent(MetricsPlace(address, place.port)) is not None

@@ -33,9 +33,13 @@ def check_pod(
     labels: Mapping[str, str],
     grace_s: float,
     metrics: MetricsPlace | None,
+    is_reached: bool | None,
     is_etcd: bool,
 ) -> Iterator[Finding]:
-    """`endpoints`: the hosts of the rendezvous. `labels`: of this node, as the agent has them."""
+    """`endpoints`: the hosts of the rendezvous. `labels`: of this node, as the agent has them.
+
+    `is_reached`: an agent that runs here answers at the pod's address; None if none runs.
+    """
     if not environment.get(POD_VARIABLE):
         yield absent("pod", "none")
         return
@@ -45,7 +49,7 @@ def check_pod(
     yield _first_process(machine.root_process)
     yield _grace(grace_s)
     yield _labels(labels, environment)
-    yield _metrics(metrics)
+    yield _metrics(metrics, is_reached=is_reached)
     yield _folders(machine)
     yield _shared_memory(machine)
     if not environment.get(TERMINATION_FILE_VARIABLE):
@@ -108,7 +112,7 @@ def _labels(labels: Mapping[str, str], environment: Mapping[str, str]) -> Findin
     return note("labels", f"no zone among {told or 'none'}", advice)
 
 
-def _metrics(place: MetricsPlace | None) -> Finding:
+def _metrics(place: MetricsPlace | None, *, is_reached: bool | None) -> Finding:
     check = "metrics in the pod"
     if place is None:
         return note(check, "off: probes of /healthz and /readyz fail", "give --metrics-port 9400")
@@ -117,7 +121,12 @@ def _metrics(place: MetricsPlace | None) -> Finding:
         return warning(check, f"served at {place.host}, which only this pod reaches", advice)
     if place.port == 0:
         return warning(check, "at a free port that nobody knows", "give --metrics-port 9400, as the probes do")
-    return ok(check, f"{place.host}:{place.port}")
+    if is_reached is False:
+        advice = "serve them at 0.0.0.0, and let network policies pass that port"
+        return warning(
+            check, f"an agent runs, and does not answer at the pod's address, port {place.port}", advice
+        )
+    return ok(check, f"{place.host}:{place.port}{', and an agent answers there' if is_reached else ''}")
 
 
 def _folders(machine: Machine) -> Finding:

@@ -52,12 +52,16 @@ def bytes_text(number: float) -> str:
     return f"{number:.0f} bytes"
 
 
+def _counted(number: float, word: str) -> str:
+    return f"{number:g} {word}{'' if number == 1 else 's'}"
+
+
 def _workers(slots: int) -> str:
-    return f"{slots} worker{'' if slots == 1 else 's'}"
+    return _counted(slots, "worker")
 
 
 def _cores(machine: Machine, *, slots: int) -> Finding:
-    found = f"{machine.cores:g} cores for {_workers(slots)}"
+    found = f"{_counted(machine.cores, 'core')} for {_workers(slots)}"
     if slots > machine.cores:
         return warning("cores", found, "start fewer workers (--nproc-per-node), or give the node more cores")
     return ok("cores", found)
@@ -72,7 +76,7 @@ def _threads(machine: Machine, *, slots: int, threads: str) -> Finding:
         return warning("OMP_NUM_THREADS", f"{threads!r}", "give a number of threads, or do not set it")
     if number * slots > machine.cores:
         share = max(1, int(machine.cores // slots))
-        found = f"{number} threads for each of {_workers(slots)} on {machine.cores:g} cores"
+        found = f"{number} threads for each of {_workers(slots)} on {_counted(machine.cores, 'core')}"
         return warning(
             "OMP_NUM_THREADS", found, f"set it to {share}: threads that wait for a core slow all down"
         )
@@ -121,7 +125,7 @@ def _open_files(machine: Machine, *, num_ranks: int) -> Finding:
     need = OPEN_FILES_BASE + OPEN_FILES_PER_RANK * num_ranks
     if machine.open_files_max is None:
         return ok("open files", "unlimited")
-    found = f"{machine.open_files_max} for up to {num_ranks} ranks, which need about {need}"
+    found = f"{machine.open_files_max} for up to {_counted(num_ranks, 'rank')}; about {need} are needed"
     if machine.open_files_max < need:
         return warning("open files", found, f"ulimit -n {2 * need}, or LimitNOFILE= of the service")
     return ok("open files", found)

@@ -96,7 +96,7 @@ SMALL = Mount("tmpfs", 2 * GIB, 2 * GIB)
 @pytest.mark.parametrize(
     ("machine", "changes", "check", "severity", "found"),
     [
-        (replace(MACHINE, cores=1.0), {}, "cores", WARNING, "1 cores for 2 workers"),
+        (replace(MACHINE, cores=1.0), {}, "cores", WARNING, "1 core for 2 workers"),
         (MACHINE, {"threads": "8"}, "OMP_NUM_THREADS", WARNING, "8 threads for each of 2 workers on 8 cores"),
         (MACHINE, {"threads": "many"}, "OMP_NUM_THREADS", WARNING, "'many'"),
         (MACHINE, {"params": 10**12}, "memory", PROBLEM, "2 workers with AdamW need about 40 TB"),
@@ -117,7 +117,13 @@ SMALL = Mount("tmpfs", 2 * GIB, 2 * GIB)
             WARNING,
             "67.1 MB of 67.1 MB free",
         ),
-        (replace(MACHINE, open_files_max=256), {}, "open files", WARNING, "256 for up to 8 ranks"),
+        (
+            replace(MACHINE, open_files_max=256),
+            {},
+            "open files",
+            WARNING,
+            "256 for up to 8 ranks; about 320 are needed",
+        ),
         (
             replace(MACHINE, locked_bytes_max=8 << 20),
             {"has_accelerator": True},
@@ -316,6 +322,7 @@ def pod_of(machine: Machine = MACHINE, **changes: object) -> list[Finding]:
         "labels": {"zone": "z1", "host": "h1"},
         "grace_s": 25.0,
         "metrics": PLACE,
+        "is_reached": None,
         "is_etcd": False,
     }
     return list(pods.check_pod(machine, **(asked | changes)))  # type: ignore[arg-type]
@@ -373,6 +380,7 @@ NO_HEADLESS = {**POD, "HIERAVG_SERVICE_HOST": "10.96.7.7"}
             "served at 127.0.0.1",
         ),
         (MACHINE, {"metrics": MetricsPlace("0.0.0.0", 0)}, "metrics in the pod", WARNING, "a free port"),
+        (MACHINE, {"is_reached": False}, "metrics in the pod", WARNING, "does not answer at the pod's address"),
         (MACHINE, {"metrics": None}, "metrics in the pod", NOTE, "off"),
         (
             replace(MACHINE, unwritable=("/tmp: Read-only file system",)),

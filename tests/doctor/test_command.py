@@ -33,7 +33,7 @@ def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 def listening() -> Iterator[int]:
     """A doctor that listens, as a process; the port."""
     (port,) = free_ports(1)
-    command = ["setpriv", "--pdeathsig", "KILL", HIERAVG, "doctor", "--listen", str(port)]
+    command = ["setpriv", "--pdeathsig", "KILL", str(HIERAVG), "doctor", "--listen", str(port)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
@@ -93,7 +93,7 @@ def test_a_terminal_gets_colours() -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
-    command = [HIERAVG, "doctor", *WELL, "--lease-ttl-s", "0.2"]
+    command = [str(HIERAVG), "doctor", *WELL, "--lease-ttl-s", "0.2"]
     environment = os.environ | {"TERM": "xterm-256color"}
     try:
         with subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment) as process:

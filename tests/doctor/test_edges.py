@@ -1,6 +1,7 @@
 """What asks the outside: ports, processes that are ended in time, and the machine that runs this."""
 
 import contextlib
+import os
 import socket
 import sys
 import threading
@@ -198,7 +199,7 @@ def test_a_containers_share_counts(
         return files.get(Path(path).name, "") if path.startswith("/sys/fs/cgroup/") else read(path)
 
     monkeypatch.setattr(machine, "_text", text)
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     found = machine.read_machine()
     assert found.cores == (cores or 4.0)
     assert (found.memory_bytes, found.available_bytes) == (

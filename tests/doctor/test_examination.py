@@ -1,6 +1,7 @@
 """A whole examination, from flags to findings, on a machine that is made up; and how it is told."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from elastic_hieravg.errors import UsageError
 from tests.doctor.patients import SOFTWARE, examined, only, severities
 from tests.membership.etcd_servers import free_ports
 
+ROOT = Path(__file__).parent.parent.parent
 SECTIONS = ["software", "machine", "names", "ports", "settings", "store", "pod", "peer"]
 TWO_NODES = ("--nnodes", "1:2", "--local-addr", "127.0.0.1", "--rdzv-endpoint")
 
@@ -75,6 +77,17 @@ def test_a_misspelt_variable_is_told_with_the_name_that_is_meant() -> None:
         "is it HIERAVG_HIERARCHY?",
         "is it PET_NNODES?",
     }
+
+
+def test_every_variable_of_our_manifests_is_read() -> None:
+    manifests = "".join(path.read_text() for path in (ROOT / "k8s").rglob("*.yaml"))
+    names = set(re.findall(r"\b(?:HIERAVG|PET)_[A-Z_]+[A-Z]\b", manifests))
+    assert {"HIERAVG_GRACE_S", "PET_RDZV_ENDPOINT"} <= names
+    from torch.distributed.run import get_args_parser
+
+    flags = tuple(action.dest for action in get_args_parser()._actions)
+    found = examined(software=replace(SOFTWARE, flags=flags), environment=dict.fromkeys(names, ""))
+    assert only(found["settings"].findings, "variables").severity is Severity.OK
 
 
 def test_without_torch_nothing_is_said_about_its_variables() -> None:
