@@ -1,6 +1,7 @@
 """A file of bounds that changes under a running job, and the sentence that an agent leaves behind."""
 
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from elastic_hieravg.membership.proposing import plan_generation
 from elastic_hieravg.membership.records import Bounds, Generation, Job, Kind
 from elastic_hieravg.membership.service import Status
 from elastic_hieravg.plan import Hierarchy, Node
-from tests.elastic.jobs import RunningJob, running_job
+from tests.elastic.jobs import HIERAVG, RunningJob, running_job
 
 WITHIN_S = 60.0
 LEFT = 143
@@ -188,6 +189,30 @@ def test_job_follows_its_file(tmp_path: Path, mounted: Mounted, monkeypatch: pyt
 
 def is_ready(job: RunningJob, name: str) -> bool:
     return any(line["node"] == name and line["event"] == "start" for line in job.lines())
+
+
+@pytest.mark.parametrize(
+    ("mode", "reason"),
+    [
+        ("in-place", "this node gives up: ValueError: raised at every start"),
+        ("restart", "this node gives up: worker 0 exited with 1; see what it printed"),
+    ],
+)
+def test_an_agent_whose_script_fails_says_so(tmp_path: Path, mode: str, reason: str) -> None:
+    path = tmp_path / "message"
+    (tmp_path / "train.py").write_text(
+        "import elastic_hieravg as eh\n\nwith eh.join():\n    raise ValueError('raised at every start')\n"
+    )
+    flags = [f"--membership={mode}", "--max-restarts=0", "--metrics-port=off", "--nproc-per-node=1"]
+    done = subprocess.run(
+        ["setpriv", "--pdeathsig", "KILL", HIERAVG, "run", "--standalone", *flags, tmp_path / "train.py"],
+        env=os.environ | {TERMINATION_FILE_VARIABLE: str(path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert path.read_text() == reason
 
 
 def test_a_reason_is_cut_where_kubernetes_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
