@@ -24,7 +24,7 @@ from elastic_hieravg.rendezvous.settings import IGNORED, key_problems
 from tests.membership.etcd_servers import free_ports
 from tests.metrics import documents
 from tests.metrics.page_server import PageServer
-from tests.readme_blocks import CONFIGURATION, PLAYED, blocks_of, commands_of, is_configuration
+from tests.readme_blocks import CONFIGURATION, PLAYED, RECORDED, blocks_of, commands_of, is_configuration
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCK = re.compile(r"^```(console|python|output)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -105,7 +105,7 @@ JOBS = {
 
 def commands() -> set[str]:
     """All of them but those of `console` blocks."""
-    found = [block for block in blocks_of(README.read_text()) if block.kind not in PLAYED]
+    found = [block for block in blocks_of(README.read_text()) if block.kind not in (*PLAYED, *RECORDED)]
     return {command for block in found if not is_configuration(block) for command in commands_of(block)}
 
 
@@ -192,7 +192,7 @@ def test_the_flags_of_torchrun_are_known_to_torch_and_to_the_plug_in(monkeypatch
 
 def test_every_fence_says_what_it_holds() -> None:
     kinds = {block.kind for block in blocks_of(README.read_text())}
-    assert kinds <= {*PLAYED, *CONFIGURATION, "bash", "indented"}
+    assert kinds <= {*PLAYED, *CONFIGURATION, *RECORDED, "bash", "indented"}
 
 
 def test_blocks_are_found_however_they_are_written() -> None:

@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 
 from elastic_hieravg.demo.picture import BANDS
+from tests.readme_blocks import RECORDED, blocks_of
 from tests.test_cli import assert_refused, hieravg
 
+README = Path(__file__).parent.parent.parent / "README.md"
 HIERAVG = Path(sys.executable).with_name("hieravg")
 # On a machine that does much else; else a whole run takes less than a minute.
 WITHIN_S = 400.0
@@ -134,6 +136,14 @@ def test_every_promise_holds_while_nodes_are_hurt(tmp_path: Path) -> None:
         "d.log",
     ]
     check_talk(stderr)
+    assert list(recorded_facts()) == [key for key in facts if key != "logs"]
+
+
+def recorded_facts() -> dict[str, str]:
+    """What the README says that a run printed."""
+    blocks = [block.text for block in blocks_of(README.read_text()) if block.kind in RECORDED]
+    (found,) = [text for text in blocks if "steps lost by survivors" in text]
+    return facts_in(found)
 
 
 def check_talk(stderr: str) -> None:
@@ -227,6 +237,12 @@ def test_a_node_that_falls_by_itself_is_named_with_its_log(tmp_path: Path) -> No
 def is_agent(process_id: int, node: str) -> bool:
     words = Path(f"/proc/{process_id}/cmdline").read_bytes().split(b"\0")
     return b"--node-id" in words and words[words.index(b"--node-id") + 1] == node.encode()
+
+
+def test_the_recorded_run_in_the_readme_kept_its_promises() -> None:
+    facts = recorded_facts()
+    promised = ("steps lost by survivors", "restarts of survivors", "replicas identical")
+    assert [facts[key] for key in promised] == ["0", "0", "yes"]
 
 
 @pytest.mark.parametrize("seconds", ["-1", "soon", "nan", "1e9"])
