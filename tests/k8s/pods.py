@@ -39,6 +39,8 @@ default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]
 runtime = "runc"
 cgroup_manager = "cgroupfs"
 events_logger = "file"
+[network]
+network_config_dir = "{folder}/networks"
 """
 # What the empty image lacks, at the same place as on the machine.
 MACHINE = ("/usr", "/lib", "/lib64")
@@ -72,7 +74,7 @@ class Podman:
         self.folder = folder
         self.network = f"hieravg-{os.getpid()}-{time.monotonic_ns() % 1_000_000}"
         self._subnet = f"10.{os.getpid() % 200 + 20}.{time.monotonic_ns() % 250}"
-        (folder / "containers.conf").write_text(CONFIGURATION)
+        (folder / "containers.conf").write_text(CONFIGURATION.format(folder=folder))
         (folder / "Dockerfile").write_text("FROM scratch\nLABEL made-for=tests\n")
         self.run("build", "--quiet", "--tag", IMAGE, str(folder))
         self.run("network", "create", "--subnet", f"{self._subnet}.0/24", "--disable-dns", self.network)

@@ -358,16 +358,22 @@ def _await(world: World, what: str, missing: Callable[[], str]) -> None:
         world.run_until(world.now_s + 0.5)
 
 
+def _has_to_wait(world: World) -> bool:
+    """Whether nobody of the last generation lives, and there are too few nodes for another."""
+    up = [agent for agent in world.agents.values() if agent.is_up]
+    generation = world.generation()
+    lives = {agent.member.node.incarnation for agent in up}
+    is_over = generation is None or not lives & {node.incarnation for node in generation.members}
+    return len(up) < world.bounds().nodes_min and (is_over or world.job.mode is Mode.RESTART)
+
+
 def _disagreement(world: World) -> str:
     """What keeps the cluster from one plan with all live nodes in it; nothing if it is there."""
     up = [agent for agent in world.agents.values() if agent.is_up]
     generation = world.generation()
     bounds = world.bounds()
     wanted = min(len(up), bounds.nodes_max)
-    lives = {agent.member.node.incarnation for agent in up}
-    is_over = generation is None or not lives & {node.incarnation for node in generation.members}
-    if wanted < bounds.nodes_min and (is_over or world.job.mode is Mode.RESTART):
-        # To begin takes enough nodes.
+    if _has_to_wait(world):
         return ""
     if generation is None:
         return "no generation"
@@ -387,7 +393,7 @@ def _disagreement(world: World) -> str:
 def _standstill(world: World, before: dict[str, int]) -> str:
     """Who has not made enough rounds since agreement; nobody does in a job that holds or restarts."""
     generation = world.generation()
-    if generation is None or generation.hold or world.job.mode is Mode.RESTART:
+    if generation is None or generation.hold or _has_to_wait(world) or world.job.mode is Mode.RESTART:
         return ""
     for node in generation.members:
         if world.agents[node.node_id].ranks.rounds < before.get(node.node_id, 0) + ROUNDS_AFTER:
