@@ -232,10 +232,20 @@ def judge(system: System, watched: Watched, losses: Sequence[Point], *, num_step
         num_restarted=sum(len({step.pid for step in steps}) > 1 for steps in survivors),
         sent_bytes=watched.traffic[-1][1],
         load=watched.load,
-        losses=tuple((at_s - began_s, loss) for at_s, loss in losses),
+        losses=tuple((at_s - began_s, loss) for at_s, loss in with_resumption(losses, watched)),
         traffic=tuple((at_s - began_s, sent) for at_s, sent in watched.traffic if at_s >= began_s),
         failure=watched.failure,
     )
+
+
+def with_resumption(losses: Sequence[Point], watched: Watched) -> list[Point]:
+    """Who starts anew has the model that was saved last until then: a line of the loss is level up to there."""
+    starts_s = [step.at_s for steps in watched.steps.values() for step in steps if step.is_start]
+    resumed_s = [at_s for at_s in starts_s if watched.killed_s is not None and at_s > watched.killed_s]
+    if not resumed_s:
+        return list(losses)
+    before = max(point for point in losses if point[0] < min(resumed_s))
+    return sorted([*losses, (min(resumed_s), before[1])])
 
 
 def made(steps: Sequence[Step]) -> list[Step]:

@@ -1,10 +1,13 @@
 """The benchmarks run and report. How fast anything is, is not tested here: the machine may be busy."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 
@@ -72,3 +75,51 @@ def test_the_recovery_benchmark_reports_tables_and_json(tmp_path: Path) -> None:
     assert rest["call_us"] > 0
     assert found["alone_us"] > 0
     assert len(rest["core_shares"]) == 3
+
+
+HOSTS = """
+import subprocess, sys
+from hosts import network
+with network(2, rate="200mbit") as hosts:
+    python = [sys.executable, "-c"]
+    serve = "import socket; s = socket.create_server(('', 9000)); print('ready', flush=True); c, _ = s.accept()"
+    serve += "; print(socket.gethostname(), sum(iter(lambda: len(c.recv(65536)), 0)))"
+    send = f"import socket; socket.create_connection(('h1', 9000)).sendall(bytes({NUM_BYTES}))"
+    before = hosts.sent_bytes()
+    server = subprocess.Popen([*hosts.on(1), *python, serve], stdout=subprocess.PIPE, text=True)
+    server.stdout.readline()
+    subprocess.run([*hosts.on(0), *python, send], check=True, timeout=60)
+    print(hosts.hub, hosts.sent_bytes() - before, *server.communicate(timeout=60)[0].split(), flush=True)
+    input()
+"""
+
+
+@pytest.mark.needs("ip", apt="iproute2")
+@pytest.mark.needs("hostname", apt="hostname")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces")
+def test_hosts_count_what_they_send_and_nothing_of_them_is_left() -> None:
+    def start() -> "tuple[subprocess.Popen[str], list[str]]":
+        code = HOSTS.replace("{NUM_BYTES}", "1_000_000")
+        command = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-c", code]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT / "benchmarks"
+        )
+        assert process.stdout is not None
+        return process, process.stdout.readline().split()
+
+    def namespaces() -> str:
+        return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+    killed, (killed_hub, sent_bytes, name, received_bytes) = start()
+    assert name == "h1"
+    assert int(received_bytes) == 1_000_000
+    # Headers and acknowledgements come to the payload; each byte is counted once.
+    assert 1_000_000 < int(sent_bytes) < 1_300_000
+    killed.kill()
+    killed.communicate()
+    assert killed_hub in namespaces()
+    ended, (ended_hub, *_) = start()
+    assert killed_hub not in namespaces()
+    ended.communicate("\n", timeout=60)
+    assert ended.returncode == 0
+    assert ended_hub not in namespaces()
