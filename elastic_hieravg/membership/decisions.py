@@ -132,6 +132,8 @@ def decide(now_s: float, *, view: View, policy: Policy) -> Decision:
 
 def disagreement(asked: Job, job: Job, *, follows_bounds: bool) -> Problem | None:
     """Why a node that was told `asked` cannot be in the job. Bounds that it follows are not asked for."""
+    if asked == job:
+        return None
     mine, theirs = (asked.within(job.bounds) if follows_bounds else asked).document(), job.document()
     differing = [name for name in mine if mine[name] != theirs[name]]
     if not differing:

@@ -65,8 +65,7 @@ class Member:
         plan_for: PlanGeneration = plan_generation,
     ) -> None:
         self.mirror = Mirror(Keys(run_id))
-        # With the bounds that the store has, once it was read.
-        self.policy = policy
+        self.policy = policy  # with the bounds that the store has, once it was read
         self._job = policy.job
         self.decision = Decision(Action.WAIT, "the store was not read yet")
         self.wake_s = math.inf
@@ -337,14 +336,15 @@ class Member:
 
     def _take_job(self) -> bool:
         """Whether this node can be in the job; if so, its bounds are the store's from now on."""
-        job = self.mirror.job
+        job, bounds = self.mirror.job, self.mirror.bounds
         if job is None:
             return True
         problem = disagreement(self._job, job, follows_bounds=self.policy.follows_bounds)
         if problem is not None:
             self.fail(MembershipError(problem))
             return False
-        self.policy = replace(self.policy, job=job.within(self.mirror.bounds or job.bounds))
+        job = job.within(bounds) if bounds else job
+        self.policy = self.policy if job == self.policy.job else replace(self.policy, job=job)
         return True
 
     def _refuse(self, message: str, hint: str) -> None:
