@@ -93,6 +93,11 @@ NOT_HERE = {
 }
 # There is no cluster and no registry here; tests/k8s checks the manifests and runs their pods' commands.
 CLUSTER_PROGRAMS = ("docker", "helm", "kind", "kubectl")
+# What was recorded of a run: some words of each, and where what it shows is tested.
+RECORDINGS = {
+    "plan     before, generation 1": "a moment of `hieravg demo` on a terminal; tests/demo",
+    "steps lost by survivors: 0": "the end of that run; tests/demo, and its words are compared below",
+}
 STATUS = {"hieravg status --url http://node-a:9400", "hieravg status --json"}
 JOBS = {
     (
@@ -101,6 +106,10 @@ JOBS = {
     ),
     "hieravg run --standalone --nproc-per-node=2 examples/plain_loop.py --steps 200",
 }
+
+DOCTOR = "hieravg doctor --nnodes=1:4 --nproc-per-node=2 --rdzv-endpoint=h1:29400 --params 125M"
+LISTEN, PEER = "hieravg doctor --listen 9401", "hieravg doctor --peer h2:9401"
+RUN_HERE = {*STATUS, *JOBS, DOCTOR, LISTEN, PEER}
 
 
 def commands() -> set[str]:
@@ -114,12 +123,12 @@ def of_clusters() -> set[str]:
 
 
 def test_every_command_is_run_or_listed_with_a_reason() -> None:
-    unknown = commands() - NOT_HERE.keys() - STATUS - JOBS - of_clusters()
+    unknown = commands() - NOT_HERE.keys() - RUN_HERE - of_clusters()
     assert not unknown, f"run it in a test here, or say in NOT_HERE why that cannot be: {unknown}"
 
 
 def test_every_command_that_is_listed_is_in_the_readme() -> None:
-    assert commands() >= NOT_HERE.keys() | STATUS | JOBS
+    assert commands() >= NOT_HERE.keys() | RUN_HERE
 
 
 def test_commands_for_clusters_name_files_that_exist_and_patches_that_are_json() -> None:
@@ -173,6 +182,28 @@ def test_status_is_told(command: str) -> None:
     assert server.asked["/status"] == 1
 
 
+def test_the_doctor_looks_at_this_machine_and_at_the_way_to_another() -> None:
+    ports = free_ports(2)
+
+    def here(command: str) -> list[str]:
+        told = command.replace("h1:29400", f"127.0.0.1:{ports[0]}").replace("h2:", "127.0.0.1:")
+        program, *arguments = shlex.split(told.replace("9401", str(ports[1])))
+        return ["setpriv", "--pdeathsig", "KILL", str(Path(sys.executable).with_name(program)), *arguments]
+
+    with subprocess.Popen(here(LISTEN), stderr=subprocess.PIPE, text=True) as listening:
+        try:
+            assert listening.stderr is not None
+            assert f"listening at port {ports[1]}" in listening.stderr.readline()
+            for command in (DOCTOR, PEER):
+                done = subprocess.run(here(command), capture_output=True, text=True, timeout=120, check=False)
+                # What is wrong with this machine is no matter here.
+                assert done.returncode in (0, 1), done.stderr
+                assert re.search(r"^\d+ problems?, ", done.stdout, re.MULTILINE), done.stdout
+                assert ("bandwidth" in done.stdout) == (command == PEER)
+        finally:
+            listening.kill()
+
+
 def test_the_flags_of_torchrun_are_known_to_torch_and_to_the_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
     # Else torch sets it, and says so.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -188,6 +219,26 @@ def test_the_flags_of_torchrun_are_known_to_torch_and_to_the_plug_in(monkeypatch
     assert not list(
         key_problems({key: str(value) for key, value in config.rdzv_configs.items() if key not in IGNORED})
     )
+
+
+def recordings() -> list[str]:
+    return [block.text for block in blocks_of(README.read_text()) if block.kind in RECORDED]
+
+
+def test_every_recording_is_listed() -> None:
+    found = [words for text in recordings() for words in RECORDINGS if words in text]
+    assert len(recordings()) == len(found)
+    assert sorted(found) == sorted(RECORDINGS)
+
+
+def test_the_demo_still_tells_the_facts_that_are_recorded() -> None:
+    (facts,) = [text for text in recordings() if "steps lost by survivors: 0" in text]
+    source = "".join(path.read_text() for path in (README.parent / "elastic_hieravg" / "demo").glob("*.py"))
+    names = [line.partition(":")[0] for line in facts.splitlines()]
+    # Its own facts; before them come the faults, whose names are made of their kinds.
+    own = names[names.index("steps lost by survivors") :]
+    assert len(own) >= 8
+    assert not {name for name in own if name not in source}
 
 
 def test_every_fence_says_what_it_holds() -> None:
