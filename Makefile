@@ -49,6 +49,8 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/rendezvous.py
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/metrics.py
+	@# Last, because it makes network namespaces and so needs root.
+	$(BIN)/python benchmarks/training.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

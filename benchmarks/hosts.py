@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -90,7 +91,13 @@ def add_host(hosts: Hosts, index: int, *, rate: str) -> None:
 
 
 def remove(name: str) -> None:
-    """The kernel takes the links away with the namespace. Nothing happens if there is none."""
+    """End what still runs on the host, and the host. The kernel takes its links away. There may be none."""
+    listed = subprocess.run(
+        ["ip", "netns", "pids", name], capture_output=True, text=True, check=False, timeout=COMMAND_S
+    )
+    for process_id in map(int, listed.stdout.split()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process_id, signal.SIGKILL)
     subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False, timeout=COMMAND_S)
     shutil.rmtree(ETC / name, ignore_errors=True)
     # Only if it is empty: it may be somebody else's, too.
