@@ -88,9 +88,13 @@ def run(flags: argparse.Namespace) -> int:
     if "GRPC_VERBOSITY" not in config.environment():
         # A connection that fails is a finding, and no line of gRPC's.
         config.export({"GRPC_VERBOSITY": "NONE"})
-    sections = examine(
-        flags, environment=config.environment(), known_flags=known_variables(), probes=real_probes()
-    )
+    try:
+        sections = examine(
+            flags, environment=config.environment(), known_flags=known_variables(), probes=real_probes()
+        )
+    except KeyboardInterrupt:
+        _say("ended before it was done")
+        return EXIT_PROBLEMS
     if flags.json:
         print(json.dumps(document(sections), indent=2))
     else:

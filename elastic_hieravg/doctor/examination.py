@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from elastic_hieravg.agent.settings import ETCD, Embedded, RunSettings, read_run_settings
 from elastic_hieravg.config import (
+    POD_VARIABLE,
     MetricsPlace,
     read_metrics_place,
     read_node_labels,
@@ -70,6 +71,11 @@ class Patient:
     @property
     def endpoints(self) -> list[Lookup]:
         return list(self.hosts.values())
+
+    @property
+    def is_in_pod(self) -> bool:
+        """Where the embedded store is found by the names of pods."""
+        return bool(self.environment.get(POD_VARIABLE)) and not self.is_etcd
 
     @property
     def is_etcd(self) -> bool:
@@ -227,7 +233,8 @@ def _names(patient: Patient) -> Iterator[Finding]:
         patient.machine,
         own=patient.own,
         reverse=patient.reverse,
-        endpoints=patient.endpoints,
+        # In a pod a name without an address is told there, with what it needs there.
+        endpoints=[each for each in patient.endpoints if each.found or not patient.is_in_pod],
         address=patient.address,
         nodes_max=patient.nodes_max,
         gloo_interface=patient.environment.get("GLOO_SOCKET_IFNAME", ""),

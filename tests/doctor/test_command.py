@@ -10,6 +10,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from elastic_hieravg.cli import main
+from elastic_hieravg.doctor import examination
 from tests.membership.etcd_servers import free_ports
 
 HIERAVG = Path(sys.executable).with_name("hieravg")
@@ -103,3 +107,13 @@ def test_a_terminal_gets_colours() -> None:
         reader.join(WITHIN_S)
         os.close(ours)
     assert f"{ESCAPE}[1;31m" in told.decode()
+
+
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(examination, "examine", interrupted)
+    monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr() == ("", "hieravg doctor: ended before it was done\n")

@@ -113,6 +113,13 @@ def test_a_pod_is_looked_at_with_its_own_settings(tmp_path: Path) -> None:
     assert only(found, "grace").advice == "let terminationGracePeriodSeconds be 55 or more"
 
 
+def test_a_service_without_an_address_is_told_once() -> None:
+    pod = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+    found = examined("--nnodes", "1:2", "--rdzv-endpoint", "h9.hieravg:29400", environment=pod)
+    (told,) = [each for section in found.values() for each in section.findings if "h9.hieravg" in each.check]
+    assert (told.check, told.severity) == ("service h9.hieravg", Severity.PROBLEM)
+
+
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [

@@ -75,7 +75,7 @@ GARBAGE = [
     b"\xff" * 70000,
     b"\0\0\0\0" * 100,
     struct.pack("!I", 1 << 31) + b"x",
-    encode({"protocol": "another/1", "ask": "time"}),
+    encode({"protocol": "another/1", "ask": "give"}),
     encode({"protocol": link.PROTOCOL, "ask": "everything"}),
     encode({"protocol": link.PROTOCOL, "ask": ["time"]}),
     struct.pack("!I", 4) + b"null",
