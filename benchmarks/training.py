@@ -40,7 +40,7 @@ from training_worker import (
 FOLDER = Path(__file__).parent
 RESULTS, PICTURE = FOLDER / "results" / "training.json", FOLDER / "training.svg"
 RATE = "200mbit"
-STEPS, STEPS_QUICK = 256, 2 * GLOBAL_STEPS
+STEPS, STEPS_QUICK = 384, 2 * GLOBAL_STEPS
 # Each job, with its start; what is not done by then is shown as far as it came.
 BOUND_S = 240.0
 
