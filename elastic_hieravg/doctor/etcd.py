@@ -234,6 +234,8 @@ def _certificate_of(endpoint: str, settings: EtcdSettings, *, now_s: float) -> F
     host, port = _split(endpoint)
     try:
         shown = certificates.shown_by(host, port, settings)
+    except (ConnectionRefusedError, TimeoutError):
+        return absent(f"certificate of {endpoint}", "nobody answers")
     except OSError as exc:
         if isinstance(exc, ssl.SSLError) and "ALERT" in (exc.reason or ""):
             advice = "give cert and key of a client that etcd's authority has signed"

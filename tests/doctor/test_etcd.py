@@ -80,13 +80,15 @@ def test_one_endpoint_that_is_away_is_a_warning_if_another_answers(plain: EtcdCl
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_an_etcd_that_is_away_is_a_problem_within_a_bound() -> None:
+def test_an_etcd_that_is_away_is_a_problem_within_a_bound(tmp_path: Path) -> None:
     away = f"127.0.0.1:{free_ports(1)[0]}"
     began_s = time.monotonic()
     found = found_at(EtcdSettings((away,)))
     assert time.monotonic() - began_s < 60.0
     assert only(found, f"etcd {away}").severity is PROBLEM
     assert only(found, "write").severity is ABSENT
+    shown = found_at(EtcdSettings((away,), cacert=Certificates.make(tmp_path).cacert))
+    assert only(shown, f"certificate of {away}").severity is ABSENT
 
 
 def test_an_alarm_is_a_problem_until_it_is_over(plain: EtcdCluster) -> None:
