@@ -24,17 +24,20 @@ class Opening:
 
     `step`: the first boundary at which it can enter; it waits there. `wants_round`: a round of its failed, or
     one was asked for. `committed`: for each group, by its key's name, the last round whose result it took.
+    `worked`: it was taken out while it lived, with the model of this generation; 0 if it was not.
     """
 
     step: int
     holds_model: bool
     wants_round: bool = False
     committed: Mapping[str, int] | None = None
+    worked: int = 0
 
     def to_json(self) -> str:
         flags = {"holds_model": int(self.holds_model), "wants_round": int(self.wants_round)}
         committed = [f"{number} {name}" for name, number in (self.committed or {}).items()]
-        return canonical_json({"step": self.step, **flags, "committed": sorted(committed)})
+        numbers = {"step": self.step, "worked": self.worked}
+        return canonical_json({**numbers, **flags, "committed": sorted(committed)})
 
 
 def read_opening(text: str) -> Opening:
@@ -46,6 +49,7 @@ def read_opening(text: str) -> Opening:
         holds_model=bool(fields.number("holds_model")),
         wants_round=bool(fields.number("wants_round")),
         committed=dict(committed),
+        worked=fields.number("worked"),
     )
     fields.close()
     return opening
@@ -63,14 +67,16 @@ def _read_committed(value: object) -> tuple[str, int]:
 class Entry:
     """Where everybody enters, and whether with a global round. `committed` is the newest anybody has.
 
-    `is_ownerless`: nobody has the model. Then it is that of the ranks that stand at `step`, if they have made
-    any: they were all taken out at once while they lived. Otherwise the job starts.
+    `is_ownerless`: nobody has the model. Then it is that of the ranks that worked in the generation `owners`:
+    they were all taken out at once while they lived. If there are none, it is that of the ranks that stand at
+    `step`, if they have made any; otherwise the job starts.
     """
 
     step: int
     is_round_wanted: bool
     committed: Mapping[str, int]
     is_ownerless: bool = False
+    owners: int = 0
 
     def was_committed(self, group: str, round_index: int) -> bool:
         """Whether somebody took the result of a round: then whoever is in doubt about it takes it too."""
@@ -83,12 +89,14 @@ def entry_of(openings: Sequence[Opening]) -> Entry:
     A rank without the model follows the others' steps.
 
     >>> entry_of([Opening(7, holds_model=True), Opening(9, holds_model=True), Opening(0, holds_model=False)])
-    Entry(step=9, is_round_wanted=True, committed={}, is_ownerless=False)
+    Entry(step=9, is_round_wanted=True, committed={}, is_ownerless=False, owners=0)
     >>> entry_of([Opening(7, holds_model=False), Opening(0, holds_model=False)])
-    Entry(step=7, is_round_wanted=True, committed={}, is_ownerless=True)
+    Entry(step=7, is_round_wanted=True, committed={}, is_ownerless=True, owners=0)
     """
     holders = [opening for opening in openings if opening.holds_model]
-    steps = [opening.step for opening in holders or openings]
+    owners = 0 if holders else max((opening.worked for opening in openings), default=0)
+    survivors = [opening for opening in openings if owners and opening.worked == owners]
+    steps = [opening.step for opening in holders or survivors or openings]
     committed: dict[str, int] = {}
     for opening in openings:
         for name, number in (opening.committed or {}).items():
@@ -98,6 +106,7 @@ def entry_of(openings: Sequence[Opening]) -> Entry:
         any(opening.wants_round or not opening.holds_model for opening in openings),
         committed,
         is_ownerless=not holders,
+        owners=owners,
     )
 
 

@@ -21,24 +21,18 @@ from elastic_hieravg.errors import InDoubtError, MembershipError, ParametersErro
 from elastic_hieravg.events import Observe, Outcome, RoundDone, ignore
 from elastic_hieravg.membership.local import Broken, Drained, Entered, FromWorker, Stop
 from elastic_hieravg.membership.messages import Adopted
-from elastic_hieravg.membership.opening import Opening
+from elastic_hieravg.membership.opening import Entry, Opening
 from elastic_hieravg.membership.records import Kind
 from elastic_hieravg.metrics.catalogue import Cause
 from elastic_hieravg.metrics.tally import Tally
 from elastic_hieravg.plan import GroupKey, PlannedLevel
-from elastic_hieravg.worker.boundary import FENCE_WAIT_S, Boundary
+from elastic_hieravg.worker.boundary import END_DOUBT_S, END_WAIT_S, FENCE_WAIT_S, RETRY_WAIT_S, Boundary
 from elastic_hieravg.worker.generations import Entering, Generations
 from elastic_hieravg.worker.hooked_gradients import HookedGradients
 from elastic_hieravg.worker.keeping import Keeper
 from elastic_hieravg.worker.optimizer_state import copy_state, parameters_of, take_state
 from elastic_hieravg.worker.roles import Role
 
-# How long a rank whose round failed waits for the next generation before it goes on without the round.
-RETRY_WAIT_S = 5.0
-# How long the last round may take to come, from the end of a training loop on.
-END_WAIT_S = 600.0
-# How long a rank that is in doubt about the last round of all waits for the end of the job.
-END_DOUBT_S = 60.0
 # A round that fails in every generation is given up after so many.
 TRIES_MAX = 10
 
@@ -70,8 +64,8 @@ class ElasticAverager:
         self._holds_model = False
         self._lost_round = False
         self._owes_round = self._is_paying = False
-        self._is_ending = False
-        self._is_ended = False
+        self._worked = 0
+        self._is_ending = self._is_ended = False
         self._is_draining = False
         self._is_busy = False
         self._running: PlannedLevel | None = None
@@ -210,11 +204,13 @@ class ElasticAverager:
             return None
         with self._counting:
             self._boundary.has_news = True
+            is_out = self._holds_model and self._boundary.is_fenced
             return Opening(
                 self._engine.step_count + (0 if self._boundary.is_waiting and level is None else 1),
-                holds_model=self._holds_model and not self._boundary.is_fenced,
+                holds_model=self._holds_model and not is_out,
                 wants_round=self._lost_round or kind is Kind.ROUND,
                 committed=self._engine.rounds_committed(),
+                worked=(is_out and self._number) or self._worked,
             )
 
     def _lose_gradients(self) -> None:
@@ -272,6 +268,8 @@ class ElasticAverager:
         if posted is not None and posted <= step and not can_wait:
             self._wait(lambda: generations.posted_step is None, timeout_s=FENCE_WAIT_S)
         entering = generations.entering
+        if entering is not None and 0 < self._worked == entering.entry.owners:
+            self._regain(entering.entry)
         if entering is None or (self._holds_model and step < entering.entry.step):
             return False
         taken = generations.take(entering)
@@ -281,6 +279,12 @@ class ElasticAverager:
         self._enter(entering, taken)
         self._run_owed()
         return True
+
+    def _regain(self, entry: Entry) -> None:
+        """All were taken out at once while they lived, and nobody went on: what this rank has counts."""
+        self._holds_model = True
+        if self._engine.in_doubt is not None:
+            self._engine.settle(is_committed=entry.was_committed(*self._engine.in_doubt))
 
     def _run_owed(self) -> None:
         """Run the round with which a generation begins; after one that failed, the next generation's."""
@@ -312,9 +316,9 @@ class ElasticAverager:
             after_step=engine.step_count - 1,
         )
         self._current = entering.adopted
-        self._dead_since = None
-        if entry.is_ownerless:
-            # The store lost everybody's lease at once: their models count, not that of a newcomer among them.
+        self._dead_since, self._worked = None, 0
+        if entry.is_ownerless and not entry.owners:
+            # Snapshots count, of those who have come the farthest.
             self._holds_model = 0 < entry.step == engine.step_count
         self._tell(Entered(entering.adopted.generation.number))
         self._on_change(entering.adopted)
@@ -377,7 +381,8 @@ class ElasticAverager:
     def _failed(self, level: PlannedLevel, *, in_doubt: bool = False) -> bool:
         """A round failed: try once more in the next generation, or go on without it."""
         engine = self._engine
-        for key in self._own_key(level):
+        key = engine.key_of(level)
+        if key is not None:
             engine.cut([key])
             self._tell(Broken(key.name))
         self._lost_round = True
@@ -432,10 +437,6 @@ class ElasticAverager:
             return entering.entry.was_committed(*in_doubt)
         return self._boundary.stopped is not None and self._boundary.stopped.is_success
 
-    def _own_key(self, level: PlannedLevel) -> list[GroupKey]:
-        key = self._engine.key_of(level)
-        return [] if key is None else [key]
-
     def _leave_if_drained(self) -> None:
         """What this rank did is in the others' models now; a further step would be lost."""
         if self._is_draining and self._current is not None and self._current.generation.kind is Kind.ROUND:
@@ -455,11 +456,10 @@ class ElasticAverager:
                 return
 
     def _rejoin(self) -> None:
-        """This node was out while it lived: its model is as good as none."""
-        self._holds_model = False
-        if self._engine.in_doubt is not None:
-            self._engine.settle(is_committed=False)
-        self._current = None
+        """This node was out while it lived: its model is as good as none, unless nobody else has any."""
+        if self._holds_model:
+            self._worked = self._number or self._worked
+        self._holds_model, self._current = False, None
         self._await_model()
 
     def _await_model(self) -> None:
@@ -467,7 +467,7 @@ class ElasticAverager:
             # Out once more while it waits: then it waits for a generation with its next incarnation.
             self._boundary.is_fenced = False
             self._wait(
-                lambda: self._enter_if_time(can_wait=True) and self._holds_model,
+                lambda: (self._enter_if_time(can_wait=True), self._holds_model)[1],
                 timeout_s=math.inf,
                 can_enter=True,
                 cause=Cause.RENDEZVOUS,

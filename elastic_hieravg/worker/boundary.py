@@ -6,6 +6,12 @@ from collections.abc import Callable
 from elastic_hieravg.membership.local import Stop
 from elastic_hieravg.worker.generations import OPENING_TIMEOUT_S, Generations
 
+# How long a rank whose round failed waits for the next generation before it goes on without the round.
+RETRY_WAIT_S = 5.0
+# How long the last round may take to come, from the end of a training loop on.
+END_WAIT_S = 600.0
+# How long a rank that is in doubt about the last round of all waits for the end of the job.
+END_DOUBT_S = 60.0
 # How long a rank waits for the others' openings at the step it named: until the way there has failed.
 FENCE_WAIT_S = 1.1 * OPENING_TIMEOUT_S
 POLL_S = 0.5

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_hieravg.worker.averager import RETRY_WAIT_S
+from elastic_hieravg.membership.mirror import Keys
+from elastic_hieravg.worker.boundary import RETRY_WAIT_S
 from tests.elastic.jobs import RunningJob, alive
 from tests.membership.etcd_servers import EtcdCluster, etcd_cluster
 
@@ -24,6 +25,8 @@ LATE_S = RETRY_WAIT_S + 2.0
 SECONDS = 20.0
 AWAY_S = 5.0
 NUM_FLAPS = 10
+NUM_OUTS = 3
+TAKEN_OUT = "was taken out of the job while it lives"
 
 
 @pytest.fixture(scope="module", params=["embedded", "etcd"])
@@ -290,6 +293,24 @@ def test_leader_of_etcd_lost(job: RunningJob, cluster: EtcdCluster) -> None:
         job.await_together("a", "b", "c")
         leader.start()
     assert kinds(job, after=before) == []
+
+
+@on_etcd
+def test_everybody_is_taken_out_at_once_while_it_lives(job: RunningJob, cluster: EtcdCluster) -> None:
+    """As by an etcd that stood still for longer than the leases. Nobody went on, so what each has counts."""
+    with job.surviving("a", "b", "c"):
+        # The ranks stand at different steps, or by chance at the same.
+        for _ in range(NUM_OUTS):
+            counts = {name: job.log(name).count(TAKEN_OUT) for name in "abc"}
+            cluster.control("del", "--prefix", Keys(job.run_id).node(""))
+            job.faults["all nodes taken out"] += 1
+            job.wait_for("all know", lambda counts=counts: are_out(job, counts))  # type: ignore[misc]
+            job.await_together("a", "b", "c")
+
+
+def are_out(job: RunningJob, counts: dict[str, int]) -> bool:
+    """Whether each node was taken out since it had been so often."""
+    return all(job.log(name).count(TAKEN_OUT) > count for name, count in counts.items())
 
 
 @on_etcd

@@ -16,6 +16,7 @@ openings = st.builds(
     holds_model=st.booleans(),
     wants_round=st.booleans(),
     committed=st.dictionaries(names, st.integers(0, 10**9), max_size=3),
+    worked=st.integers(0, 3),
 )
 
 
@@ -32,7 +33,7 @@ def test_anything_else_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("committed", ['["x a"]', '["1"]', "[1]", '"1 a"', '["-1 a"]'])
 def test_rounds_that_are_none_are_refused(committed: str) -> None:
-    text = f'{{"step":1,"holds_model":1,"wants_round":0,"committed":{committed}}}'
+    text = f'{{"step":1,"worked":0,"holds_model":1,"wants_round":0,"committed":{committed}}}'
     with pytest.raises(DocumentError):
         read_opening(text)
 
@@ -49,8 +50,19 @@ def test_nobody_who_holds_the_model_has_passed_the_entry(given_openings: list[Op
     holders = [opening for opening in given_openings if opening.holds_model]
     assert all(opening.step <= entry.step for opening in holders)
     # And nobody waits for longer than it takes the one who is furthest.
-    assert entry.step in [opening.step for opening in holders or given_openings]
+    survivors = [opening for opening in given_openings if 0 < opening.worked == entry.owners]
+    assert all(opening.step <= entry.step for opening in survivors)
+    assert entry.step in [opening.step for opening in holders or survivors or given_openings]
     assert entry.is_ownerless == (not holders)
+    assert entry.owners == (0 if holders else max(opening.worked for opening in given_openings))
+
+
+def test_the_models_of_those_count_who_were_taken_out_last() -> None:
+    """One was cut off in generation 4 and has made steps by itself; the others went on to generation 7."""
+    stale = Opening(99, holds_model=False, worked=4)
+    others = [Opening(20, holds_model=False, worked=7), Opening(22, holds_model=False, worked=7)]
+    entry = entry_of([stale, *others, Opening(0, holds_model=False)])
+    assert (entry.step, entry.is_ownerless, entry.owners) == (22, True, 7)
 
 
 @given(given_openings=st.lists(openings, min_size=1, max_size=6))
