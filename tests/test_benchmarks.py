@@ -89,7 +89,9 @@ with network(2, rate="200mbit") as hosts:
     server = subprocess.Popen([*hosts.on(1), *python, serve], stdout=subprocess.PIPE, text=True)
     server.stdout.readline()
     subprocess.run([*hosts.on(0), *python, send], check=True, timeout=60)
-    print(hosts.hub, hosts.sent_bytes() - before, *server.communicate(timeout=60)[0].split(), flush=True)
+    # Whoever sends is done before it has left.
+    told = server.communicate(timeout=60)[0].split()
+    print(hosts.hub, hosts.sent_bytes() - before, *told, flush=True)
     input()
 """
 

@@ -228,7 +228,8 @@ def test_counters_of_agents_that_lived_never_go_back(observed: Observed) -> None
 def test_the_change_is_seen_in_the_generation_and_annotated(observed: Observed) -> None:
     (series,) = observed.over_time(f'{names.GENERATION}{{node="a"}}')
     assert series.values == sorted(series.values)
-    assert series.values[-1] == observed.job.newest("a")
+    # The last changes may have come after the last scrape that was looked at.
+    assert 0 < series.values[-1] <= observed.job.newest("a")
     kinds = [made.kind for made in observed.job.generations("a")]
     assert (kinds[0], kinds.count("loss"), kinds.count("round")) == ("start", 3, 1)
     before = [value for at_s, value in series.points if at_s < observed.killed_s]

@@ -198,7 +198,7 @@ def test_a_server_that_is_none_of_ours_is_away() -> None:
         kv = EmbeddedKeyValue("127.0.0.1", listener.getsockname()[1], run_id="run", call_timeout_s=0.3)
         # It takes the connection and says nothing.
         with pytest.raises(
-            StoreAwayError, match=r"does not answer.*\n\nhint: is the first node's agent running"
+            StoreAwayError, match=r"does not answer.*\n\nhint: see that the first node's agent runs"
         ):
             kv.get(KEY)
         kv.close()

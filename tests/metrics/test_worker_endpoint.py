@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,16 +29,16 @@ POLL_S = 0.1
 
 
 def scraped(port: int) -> dict[tuple[str, str], float]:
-    """Every sample by its name and its local rank, if it has one; nothing if nobody answers."""
+    """Samples by their name and their local rank, if they have one, added up; nothing if nobody answers."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10.0)
     with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
         connection.request("GET", "/metrics")
         text = connection.getresponse().read().decode()
-        return {
-            (sample.name, sample.labels.get("local_rank", "")): sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-        }
+        found: defaultdict[tuple[str, str], float] = defaultdict(float)
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                found[sample.name, sample.labels.get("local_rank", "")] += sample.value
+        return found
     return {}
 
 
