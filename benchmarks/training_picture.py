@@ -61,16 +61,17 @@ def _names(runs: Sequence[Run]) -> Iterable[str]:
 
 
 def _losses(runs: Sequence[Run], *, until_s: float) -> Iterable[str]:
-    losses = [loss for run in runs for _, loss in run.losses]
-    # Half a nat below the best one, so that the lines fill the panel.
-    low, high = int(min(losses) * 2) / 2, max(losses) * 1.02
-    panel = Panel(HEAD, LOSS_HEIGHT, until_s, low, high)
-    labels = [(each, f"{each:g}") for each in ticks(high) if each >= low]
+    # From the first average of all on: the untrained model's loss would leave no room for the rest.
+    lines = [run.losses[1:] for run in runs]
+    losses = [loss for line in lines for _, loss in line]
+    panel = Panel(HEAD, LOSS_HEIGHT, until_s, min(losses) - 0.1, max(losses) + 0.1)
+    labels = [(each, f"{each:g}") for each in ticks(panel.high, num_max=20) if each >= panel.low]
     yield from draw_frame(panel, "", labels)
-    yield draw_text(LEFT, HEAD - 8, "loss on text that was held out, nats per character")
-    for colour, run in zip(COLOURS, runs, strict=False):
-        yield draw_line(panel, run.losses, colour=colour)
-        yield _mark(panel.x(run.killed_s), panel.y(_at(run.losses, run.killed_s)), colour=colour)
+    untrained = f"loss on text that was held out, nats per character (untrained: {runs[0].losses[0][1]:.2f})"
+    yield draw_text(LEFT, HEAD - 8, untrained)
+    for colour, run, line in zip(COLOURS, runs, lines, strict=False):
+        yield draw_line(panel, line, colour=colour)
+        yield _mark(panel.x(run.killed_s), panel.y(_at(line, run.killed_s)), colour=colour)
 
 
 def _traffic(runs: Sequence[Run], *, top: float, until_s: float) -> Iterable[str]:
