@@ -152,10 +152,13 @@ class InPlaceAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         started: dict[int, Any] = super()._start_workers(worker_group)
+        self._take_signals()
+        return started
+
+    def _take_signals(self) -> None:
         # torch has just set handlers that raise wherever the agent is; ours only take note.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda received, _: self._signals.append(received))
-        return started
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
         self._shutdown(death_sig=signal.SIGTERM, timeout=STOP_TIMEOUT_S)
@@ -165,6 +168,7 @@ class InPlaceAgent(LocalElasticAgent):
             return self._run_workers()
         except SignalException as exc:
             # It came while torch's own handlers were in place: in the moment in which workers start.
+            self._take_signals()
             self._signals.append(exc.sigval)
             self._leave()
             self._stop_workers(self._worker_group)

@@ -77,6 +77,7 @@ class InPlaceNode:
         self._is_draining = False
         self._raised = ""
         self._has_stepped = self._has_ever_stepped = False
+        self._first_steps: dict[int, int] = {}
         self.done_s = 0.0
         self._told = 0
         self._adopted: Adopted | None = None
@@ -116,6 +117,7 @@ class InPlaceNode:
             self._pids.clear()
             self._pulses.clear()
             self._raised, self._has_stepped = "", False
+            self._first_steps.clear()
             if not is_first:
                 self._renew()
 
@@ -231,7 +233,9 @@ class InPlaceNode:
             case Progress(step, is_excused):
                 pulse = self._pulses.setdefault(local_rank, Pulse(self._hang_timeout_s))
                 pulse.report(self._clock.read(time.monotonic()), step=step, is_excused=is_excused)
-                self._has_stepped |= step > 0 and not is_excused
+                # A worker that joins begins at the job's step: that is no step of its own yet.
+                if not is_excused and step > self._first_steps.setdefault(local_rank, step):
+                    self._has_stepped = True
                 self._has_ever_stepped |= self._has_stepped
             case Drained():
                 self._drained.add(local_rank)

@@ -82,9 +82,11 @@ def agree(headers: Sequence[Header], *, nonfinite: Collection[int] = ()) -> Agre
         sources = [index for index in holders or [0] if index not in nonfinite]
         weights = [float(index in sources) for index in range(len(headers))]
     total = sum(weights)
+    # Who has no model follows the others' steps; it may have made more, with a model that counts for nothing.
+    steps = [header.step for header in headers if header.holds_model] or [header.step for header in headers]
     return Agreement(
         shares=tuple(weight / total if total else 0.0 for weight in weights),
-        step=max(header.step for header in headers),
+        step=max(steps),
         mean_samples=tuple(
             sum(column) / len(headers)
             for column in zip(*(header.samples[1:] for header in headers), strict=True)

@@ -93,7 +93,9 @@ def entry_of(openings: Sequence[Opening]) -> Entry:
     >>> entry_of([Opening(7, holds_model=False), Opening(0, holds_model=False)])
     Entry(step=7, is_round_wanted=True, committed={}, is_ownerless=True, owners=0)
     """
-    holders = [opening for opening in openings if opening.holds_model]
+    # Who regained the model on a way that came to nothing has it like all the others that can.
+    is_held = any(opening.holds_model and not opening.worked for opening in openings)
+    holders = [opening for opening in openings if opening.holds_model and is_held]
     owners = 0 if holders else max((opening.worked for opening in openings), default=0)
     survivors = [opening for opening in openings if owners and opening.worked == owners]
     steps = [opening.step for opening in holders or survivors or openings]

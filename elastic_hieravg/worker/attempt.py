@@ -104,7 +104,7 @@ class RestartedAverager:
 
         `PeerLostError` if a rank is lost: let it end this process.
         """
-        engine = self._engine
+        engine, num_samples = self._engine, float(num_samples)
         if not 0 <= num_samples < math.inf:
             raise MembershipError(
                 Problem(f"a step was made over {num_samples} samples", "give a number of samples, 0 or more")

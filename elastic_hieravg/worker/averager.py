@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.optim import Optimizer
 
-from elastic_hieravg.averaging.averager import STATE_VERSION, HierarchicalAverager
+from elastic_hieravg.averaging.averager import HierarchicalAverager
 from elastic_hieravg.averaging.rounds import AveragingGroup
 from elastic_hieravg.errors import InDoubtError, MembershipError, ParametersError, PeerLostError, Problem
 from elastic_hieravg.events import Observe, Outcome, RoundDone, ignore
@@ -89,6 +89,7 @@ class ElasticAverager:
 
     def step(self, num_samples: float = 1) -> None:
         """Count one optimizer step over so many samples; average if that is due."""
+        num_samples = float(num_samples)
         if not 0 <= num_samples < math.inf:
             raise ParametersError(
                 Problem(f"a step was made over {num_samples} samples", "give a number of samples, 0 or more")
@@ -147,10 +148,6 @@ class ElasticAverager:
 
     def join(self) -> None:
         """Wait until this rank is in the job and has the model. `SystemExit` if the job is over before."""
-        step = self._keeper.restore() if self._keeper is not None else None
-        if step is not None:
-            # It counts for nothing as long as anybody holds the model.
-            self._engine.load_state_dict({"version": STATE_VERSION, "step": step, "samples": {}})
         self._tally.resume(Cause.START)
         with self._busy():
             self._await_model()
@@ -205,8 +202,10 @@ class ElasticAverager:
         with self._counting:
             self._boundary.has_news = True
             is_out = self._holds_model and self._boundary.is_fenced
+            # Without the model it makes no steps, even if it does not wait yet.
+            is_still = level is None and (self._boundary.is_waiting or not self._holds_model)
             return Opening(
-                self._engine.step_count + (0 if self._boundary.is_waiting and level is None else 1),
+                self._engine.step_count + (0 if is_still else 1),
                 holds_model=self._holds_model and not is_out,
                 wants_round=self._lost_round or kind is Kind.ROUND,
                 committed=self._engine.rounds_committed(),
@@ -214,8 +213,7 @@ class ElasticAverager:
             )
 
     def _lose_gradients(self) -> None:
-        # Replicas may differ where they should not: a round mends that.
-        self._lost_round = True
+        self._lost_round = True  # Replicas may differ where they should not: a round mends that.
         self.wake()
 
     def fence(self) -> None:
@@ -290,10 +288,12 @@ class ElasticAverager:
         """Run the round with which a generation begins; after one that failed, the next generation's."""
         if not self._is_paying:
             self._is_paying = True
-            while self._owes_round:
-                self._owes_round = False
-                self._run(self._engine.plan.levels[-1])
-            self._is_paying = False
+            try:
+                while self._owes_round:
+                    self._owes_round = False
+                    self._run(self._engine.plan.levels[-1])
+            finally:
+                self._is_paying = False
 
     def _set_running(self, level: PlannedLevel | None) -> None:
         with self.generations.changed:
@@ -399,7 +399,7 @@ class ElasticAverager:
             self.num_retried += 1
             return True
         self._dead_since = number
-        if in_doubt:
+        if in_doubt and not self._boundary.is_fenced:
             engine.settle(is_committed=self._was_committed())
         self.num_skipped += 1
         self._observe(RoundDone(level.name, engine.step_count, Outcome.SKIPPED))

@@ -308,7 +308,7 @@ class Generations:
         plan, number = way.adopted.plan, way.adopted.generation.number
         store = GroupStore(self._reach(way.follow), f"/generation/{number}/", is_over=lambda: way.is_over)
         wanted = self._engine.own_keys(plan, rank=way.rank, keys=way.adopted.keys)
-        self._drop_unwanted(wanted)
+        self._drop(way, lambda key: key not in wanted.values())
         for key, level in self._meet(way, store, wanted).items():
             group = self._engine.build(
                 plan,
@@ -367,7 +367,7 @@ class Generations:
             # They end, and then there is a generation without them.
             self._await_end(way)
         missing = missing_groups(plan, arrivals, rank=way.rank, wanted=wanted)
-        self._drop([key for key in self._built if key in missing])
+        self._drop(way, lambda key: key in missing)
         return missing
 
     def _await_end(self, way: _Way) -> None:
@@ -477,13 +477,11 @@ class Generations:
                 before[1].close()
         return self._store[1]
 
-    def _drop_unwanted(self, wanted: Mapping[str, GroupKey]) -> None:
-        """Close what was built for generations that were never entered."""
-        self._drop([key for key in self._built if key not in wanted.values()])
-
-    def _drop(self, keys: Sequence[GroupKey]) -> None:
+    def _drop(self, way: _Way, is_gone: Callable[[GroupKey], bool]) -> None:
+        """Close what was built for generations that were never entered, unless a newer way works on it."""
         with self.changed:
-            groups = [self._built.pop(key) for key in keys if key in self._built]
+            gone = [] if way.is_over else [key for key in self._built if is_gone(key)]
+            groups = [self._built.pop(key) for key in gone]
         for group in groups:
             group.close()
 

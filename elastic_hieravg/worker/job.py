@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore, ProcessGroup
 from torch.optim import Optimizer
 
-from elastic_hieravg.averaging.averager import HierarchicalAverager
+from elastic_hieravg.averaging.averager import STATE_VERSION, HierarchicalAverager
 from elastic_hieravg.averaging.groups import NodeWorld, has_default_group, node_process_group
 from elastic_hieravg.config import RestartPlace, WorkerPlace, read_worker_place
 from elastic_hieravg.errors import InputError, MembershipError, Problem, raise_if_any
@@ -51,6 +51,8 @@ from elastic_hieravg.worker.link import AgentLink
 # How often the agent is told how far this worker is. Without news too: one that waits is not silent, a frozen
 # one is. Less than the shortest time for which a worker may be asked to stand still.
 PROGRESS_S = 0.5
+# What is measured is told less often: it costs the agent more.
+PROGRESS_PER_SAMPLES = 2
 # Who is late is waited for, however long its step: a death is told by the membership, a hang by its agent.
 ROUND_TIMEOUT_S = 3600.0
 # Whoever is in a generation can be connected to.
@@ -167,6 +169,7 @@ class Job:
         # DDP sends gradients through our hook if there is one, and buffers by itself.
         has_buffers = isinstance(model, nn.Module) and any(True for _ in model.buffers())
         self._is_talking = lambda: has_default_group() and (has_buffers or not engine.is_hooked)
+        keeper = self._keeper(model, optimizer) if engine.tensors else None
         averager = ElasticAverager(
             engine,
             local_rank=self.local_rank,
@@ -175,7 +178,7 @@ class Job:
             on_change=self._changed,
             tally=self._tally,
             observe=observe,
-            keeper=self._keeper(model, optimizer) if engine.tensors else None,
+            keeper=keeper,
         )
         with self._lock:
             self._averager = averager
@@ -185,6 +188,10 @@ class Job:
         if self._link is None:
             averager.hold_alone()
         else:
+            # Before it says anything. It counts for nothing as long as anybody holds the model.
+            step = keeper.restore() if keeper is not None else None
+            if step is not None:
+                engine.load_state_dict({"version": STATE_VERSION, "step": step, "samples": {}})
             self._tell(Ready())
             averager.join()
         return averager
@@ -363,15 +370,23 @@ class Job:
             callback(self)
 
     def _report(self) -> None:
+        num_told = 0
         while not self._closed.wait(PROGRESS_S):
             averager = self._averager
             is_excused = bool(self._num_quiet) or averager is None or averager.is_busy
             self._tell(Progress(self.step, is_excused=is_excused))
-            self._tell_samples()
+            num_told += 1
+            if num_told % PROGRESS_PER_SAMPLES == 0:
+                self._tell_samples()
 
     def _tell_samples(self) -> None:
-        if self._link is not None:
+        if self._link is None:
+            return
+        try:
             self._link.offer(Measured(self._samples().to_json()))
+        except (TypeError, ValueError, ArithmeticError) as exc:
+            # Whatever it is about a number, training and its end go on.
+            _log.warning("what this worker measures cannot be told: %s", exc)
 
     def _samples(self) -> Samples:
         """What this worker has measured so far. Any thread may ask."""

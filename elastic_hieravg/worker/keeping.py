@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from elastic_hieravg.errors import HierAvgError
 from elastic_hieravg.worker.snapshots import Kept, Moment, SnapshotFile, read_snapshots
 
 # So much of the time may go into keeping: after a slow one there is a pause.
@@ -38,7 +39,7 @@ class Keeper:
         self._file = SnapshotFile(path)
         self._clock = clock
         self._again_s = clock()
-        self._has_warned = False
+        self._has_warned = self._has_given_up = False
         self.period_steps = period_steps
 
     def restore(self) -> int | None:
@@ -47,13 +48,17 @@ class Keeper:
         found = next((each for each in fitting if each.is_whole()), None)
         if found is None:
             return None
-        self._kept.restore(found)
+        try:
+            self._kept.restore(found)
+        except (HierAvgError, RuntimeError, ValueError, KeyError, TypeError) as exc:
+            _log.warning("the snapshot of step %s cannot be taken: %s", found.state.moment.step, exc)
+            return None
         _log.info("found the snapshot of step %s; it counts if nobody has the model", found.state.moment.step)
         return found.state.moment.step
 
     def keep(self, *, step: int, generation: int) -> None:
         began_s = self._clock()
-        if began_s < self._again_s:
+        if began_s < self._again_s or self._has_given_up:
             return
         try:
             self._file.write(*self._kept.state(Moment(step, generation, "")))
@@ -62,6 +67,10 @@ class Keeper:
                 f"no snapshot of step {step} can be kept in /dev/shm: {exc}. If this node's workers start anew "
                 "while it is alone, they begin again. Give /dev/shm twice the size of model and optimizer"
             )
+        except (HierAvgError, RuntimeError) as exc:
+            # It will not be another time either.
+            self._has_given_up = True
+            self._warn(f"no snapshots are kept of this model: {exc}")
         else:
             if self._kept.left_out:
                 self._warn(f"snapshots are kept without the optimizer's state: {self._kept.left_out}")

@@ -50,6 +50,16 @@ def test_alone_a_job_is_a_world_of_one() -> None:
     assert job.should_stop
 
 
+def test_samples_may_be_counted_by_torch() -> None:
+    model, optimizer = make()
+    with eh.join() as job:
+        averager = job.averager(model, optimizer)
+        averager.step(num_samples=torch.ones(3).sum())  # type: ignore[arg-type]
+        samples = job._samples()
+        assert samples.counters["hieravg_samples_total", ()] == 3
+        assert "3.0" in samples.to_json()
+
+
 def test_a_job_has_one_averager() -> None:
     model, optimizer = make()
     with eh.join() as job:
