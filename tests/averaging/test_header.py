@@ -43,6 +43,13 @@ def test_shares(
     assert agree(headers, nonfinite=nonfinite).shares == shares
 
 
+def test_a_rank_without_the_model_follows_the_others_steps() -> None:
+    ahead = header(0, holds_model=False, step=500)
+    assert agree([ahead, header(1, step=30), header(1, step=28)]).step == 30
+    # Nobody has the model: who has come farthest.
+    assert agree([ahead, header(0, holds_model=False, step=0)]).step == 500
+
+
 def test_the_largest_step_and_the_mean_of_the_wider_counters_hold_for_all() -> None:
     headers = [
         Header(b"s" * 16, 1, step, 0, True, samples)

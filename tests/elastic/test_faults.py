@@ -149,6 +149,18 @@ def test_newcomer_with_another_model_fails_alone(job: RunningJob) -> None:
 
 
 @on_any
+def test_newcomer_that_always_raises_fails_alone(job: RunningJob) -> None:
+    """It begins at the job's step, which is no step of its own: it is this node that differs."""
+    with job.surviving("a", "b", "c"):
+        job.start("d", script=["--raise-after-joining"], flags=["--max-restarts", "1"])
+        job.faults["newcomer that always raises"] += 1
+        assert job.await_exit("d") == 78
+        job.await_together("a", "b", "c")
+    assert "ValueError: there is no data on this node" in job.log("d")
+    assert len({line["pid"] for line in job.lines() if line["node"] == "d" and line["event"] == "joined"}) >= 2
+
+
+@on_any
 def test_replica_that_is_not_finite_is_healed(job: RunningJob) -> None:
     before = job.newest("a")
     with job.surviving("a", "b", "c"):

@@ -26,6 +26,7 @@ from elastic_hieravg.averaging.header import Agreement, Verdict
 from elastic_hieravg.averaging.mesh import RECORD_BYTES
 from elastic_hieravg.averaging.rounds import AveragingGroup
 from elastic_hieravg.events import Outcome, RoundDone
+from elastic_hieravg.worker.job import PROGRESS_S
 
 
 def read_flags() -> argparse.Namespace:
@@ -37,6 +38,7 @@ def read_flags() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--log-bytes", type=int, default=0, help="how much it logs with every step")
     parser.add_argument("--raise-at-start", action="store_true")
+    parser.add_argument("--raise-after-joining", action="store_true")
     parser.add_argument("--exit-at-start", type=int)
     return parser.parse_args()
 
@@ -93,6 +95,10 @@ class Script:
                 sys.exit(flags.exit_at_start)
             averager = job.averager(self.model, self.optimizer, observe=self.observe)
             self.say("joined", digest=self.digest())
+            if flags.raise_after_joining:
+                # As a script that looks for its data only now; the agent has heard where it is by then.
+                time.sleep(3 * PROGRESS_S)
+                raise ValueError("there is no data on this node")
             while job.step < flags.steps and not job.should_stop and not self.stop.exists():
                 self.follow_orders()
                 self.is_together, self.rounds = False, []
