@@ -176,8 +176,8 @@ def test_a_broken_promise_is_named_and_a_terminal_is_left_as_it_was(tmp_path: Pa
         stdout, _ = process.communicate(timeout=WITHIN_S)
     assert process.returncode == 1
     facts = facts_in(stdout)
+    # Whether its workers were in again before the end is up to the machine.
     assert facts["restarts of survivors"] == "2"
-    assert facts["replicas identical"] == "yes"
     assert "a promise is broken: 2 workers of survivors started anew" in terminal.read()
     check_drawn(terminal)
 
