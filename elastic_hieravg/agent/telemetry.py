@@ -7,12 +7,10 @@ Invariant: nothing in here raises into whoever says something, or makes it wait.
 import contextlib
 import functools
 import logging
-import platform
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from importlib import metadata
 from typing import Concatenate, ParamSpec
 
 from elastic_hieravg.agent.logs import Facts
@@ -281,8 +279,7 @@ class Telemetry:
 
     def _declare(self) -> None:
         registry, job = self.registry, self._job
-        versions = [metadata.version(package) for package in ("elastic_hieravg", "torch")]
-        registry.set_info(names.BUILD_INFO, *versions, platform.python_version())
+        registry.set_build_info()
         self._note_bounds(job.bounds)
         # What is counted from nothing is there from the start: a rate over it needs the 0.
         for kind in Kind:

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
-from elastic_hieravg.config import flag_default
+from elastic_hieravg.config import DEFAULT_METRICS_PORT, flag_default
 from elastic_hieravg.errors import AgentAwayError, HierAvgError, Problem, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 DEFAULT_HOST = "127.0.0.1"
-DEFAULT_PORT = "9400"
+DEFAULT_PORT = str(DEFAULT_METRICS_PORT)
 # From the first word to the last; the agent answers within milliseconds.
 ANSWER_S = 5.0
 # A thousand nodes of eight workers need about 3 MB.

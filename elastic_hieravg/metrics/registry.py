@@ -6,10 +6,12 @@ back, the gauges of a worker that is gone are gone with it, and HELP and TYPE of
 """
 
 import math
+import platform
 import threading
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -95,6 +97,11 @@ class Registry(Collector):
         _declared(name, labels, Kind.INFO)
         with self._lock:
             self._gauges[name] = {labels: 1.0}
+
+    def set_build_info(self) -> None:
+        """The versions that run here."""
+        versions = [metadata.version(package) for package in ("elastic_hieravg", "torch")]
+        self.set_info(names.BUILD_INFO, *versions, platform.python_version())
 
     # --- what workers tell ------------------------------------------------------------------------------------
 

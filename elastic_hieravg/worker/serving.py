@@ -2,9 +2,7 @@
 
 import logging
 import os
-import platform
 from collections.abc import Callable
-from importlib import metadata
 
 from elastic_hieravg.config import MetricsPlace
 from elastic_hieravg.metrics import catalogue as names
@@ -30,8 +28,7 @@ class WorkerEndpoint:
         self._samples = samples
         self._world_size = world_size
         self._registry = Registry(refresh=self._refresh)
-        versions = [metadata.version(package) for package in ("elastic_hieravg", "torch")]
-        self._registry.set_info(names.BUILD_INFO, *versions, platform.python_version())
+        self._registry.set_build_info()
         self._endpoint: Endpoint | None = None
         listener = listen(place.host, place.port + local_rank if place.port else 0)
         if listener is None:

@@ -27,7 +27,7 @@ CONTRAST_MIN = 4.5
 SOME_POLLS_S = 2.5
 RENDER_MS_MAX = 1000
 PICTURE_BYTES_MAX = 120_000
-# From the death of a node to its being shown as lost. Idle it is below three seconds.
+# From the death of a node to its being shown as lost, however busy the machine is.
 SHOWN_WITHIN_S = 30.0
 ADDRESS = re.compile(r"metrics and status of this node: (http://\S+)/$", re.MULTILINE)
 HOSTILE = "<img src=x onerror=alert(1)>"
