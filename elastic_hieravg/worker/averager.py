@@ -9,8 +9,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
@@ -60,14 +60,13 @@ class ElasticAverager:
         self._optimizer = optimizer
         self._tell = tell
         self._on_change = on_change
-        self._boundary = Boundary()
+        self._boundary = Boundary(self._tally, step=lambda: engine.step_count)
         self._holds_model = False
         self._lost_round = False
         self._owes_round = self._is_paying = False
         self._worked = 0
         self._is_ending = self._is_ended = False
         self._is_draining = False
-        self._is_busy = False
         self._running: PlannedLevel | None = None
         # Steps are counted under it: nobody names a step as the next one while it is being made.
         self._counting = threading.Lock()
@@ -83,6 +82,7 @@ class ElasticAverager:
             on_news=self.wake,
             on_broken=lambda key: tell(Broken(key.name)),
         )
+        self._wait = partial(self._boundary.wait, self.generations)
         self._gradients = HookedGradients(engine, self.generations, tell=tell, on_lost=self._lose_gradients)
 
     # --- for the training loop --------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class ElasticAverager:
             self._engine.count(num_samples)
         self._tally.step(num_samples)
         if self._boundary.has_news or self._engine.is_due:
-            with self._busy():
+            with self._boundary.busy():
                 self._at_boundary()
         if self._engine.step_count >= self._keep_step:
             self._keep()
@@ -107,7 +107,7 @@ class ElasticAverager:
         """Average the gradients of a DDP model too: over the world during warm-up, then over the innermost
         group. On every rank, before its first step. A backward pass never raises for a lost peer.
         """
-        with self._busy():
+        with self._boundary.busy():
             self._gradients.register(ddp_model)
 
     @property
@@ -127,7 +127,7 @@ class ElasticAverager:
     @property
     def is_busy(self) -> bool:
         """Whether it is in a round, or waits for others: then no step can be made."""
-        return self._is_busy or self._engine.is_waiting
+        return self._boundary.is_busy or self._engine.is_waiting
 
     @property
     def doing(self) -> str:
@@ -149,7 +149,7 @@ class ElasticAverager:
     def join(self) -> None:
         """Wait until this rank is in the job and has the model. `SystemExit` if the job is over before."""
         self._tally.resume(Cause.START)
-        with self._busy():
+        with self._boundary.busy():
             self._await_model()
 
     def finish(self) -> None:
@@ -170,7 +170,7 @@ class ElasticAverager:
                 return
             if self._must_wait():
                 # Not by empty steps: whoever still trains would have to make them all.
-                with self._busy():
+                with self._boundary.busy():
                     self._wait(lambda: not self._must_wait(), timeout_s=RETRY_WAIT_S, can_enter=True)
             else:
                 # An empty step: those who still train are on their way to the same round.
@@ -476,25 +476,3 @@ class ElasticAverager:
             # The job is over, and this rank has no model: nothing it would do with it is right.
             raise SystemExit(int(not (self._boundary.stopped and self._boundary.stopped.is_success)))
         self._hold()
-
-    def _wait(
-        self,
-        until: Callable[[], bool],
-        *,
-        timeout_s: float,
-        can_enter: bool = False,
-        cause: Cause = Cause.RECOVERY,
-    ) -> bool:
-        with self._tally.spending(cause):
-            return self._boundary.wait(until, self.generations, timeout_s=timeout_s, can_enter=can_enter)
-
-    @contextmanager
-    def _busy(self) -> Iterator[None]:
-        """What is done here is no hang, however long it takes."""
-        self._is_busy = True
-        try:
-            # What rounds and waits do not explain is what averaging costs beside.
-            with self._tally.spending(Cause.AVERAGING):
-                yield
-        finally:
-            self._is_busy = False
