@@ -12,7 +12,7 @@ help:
 	@echo "make test    format, lint, types, layers, doctests, tests"
 	@echo "make soak    kills in random moments, simulated jobs, a real one under faults; a random seed; 45 minutes"
 	@echo "make format  rewrite the files the way 'make test' wants them"
-	@echo "make bench   the benchmarks, as tables"
+	@echo "make bench   all benchmarks, beside torch, torchrun and torchft; writes the README's tables; an hour, root"
 	@echo "make clean   remove .venv and what the tools left"
 
 # Not isolated: an isolated build would fetch its own setuptools, past the constraints.
@@ -43,14 +43,14 @@ format: $(VENV)/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/installed
-	$(BIN)/python benchmarks/plan.py
-	$(BIN)/python benchmarks/averaging.py
-	$(BIN)/python benchmarks/rendezvous.py
-	$(BIN)/python benchmarks/recovery.py
-	$(BIN)/python benchmarks/metrics.py
-	@# Last, because it makes network namespaces and so needs root.
-	$(BIN)/python benchmarks/training.py
+# The peers that only benchmarks need.
+$(VENV)/bench-installed: $(VENV)/installed
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[bench]'
+	@touch $@
+
+# For example: make bench FLAGS="--only plan averaging"
+bench: $(VENV)/bench-installed
+	$(BIN)/python benchmarks/everything.py $(FLAGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -7,11 +7,9 @@ last rank's end. Exit code 1, and a line on stderr for each, if a figure that wa
 
 import argparse
 import importlib.util
-import json
 import math
 import multiprocessing
 import os
-import platform
 import random
 import statistics
 import struct
@@ -30,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from report.running import add_flags, begin, finish
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
@@ -42,7 +41,6 @@ from elastic_hieravg.plan import Hierarchy, Node, Topology, fit
 
 Shape = tuple[int, ...]
 
-RESULTS = Path(__file__).parent / "results" / "averaging.json"
 TIMEOUT_S = 60.0
 RUN_TIMEOUT_S = 900.0
 WARMUP_ROUNDS = 2
@@ -449,7 +447,7 @@ def misses(rows: Sequence[Row], costs: Costs) -> list[str]:
     checks += [(f"extra memory, {name}, copies", ratio, "<=", 1.05) for name, ratio in costs.memory.items()]
     checks.append(("step with nothing due, us", costs.step_us, "<=", 5.0))
     return [
-        f"missed: {what} is {found:.2f}, promised {sign} {bound}"
+        f"{what} is {found:.2f}, promised {sign} {bound}"
         for what, found, sign, bound in checks
         if (found < bound if sign == ">=" else found > bound)
     ]
@@ -459,36 +457,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", choices=(2, 4), default=[2, 4])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--quick", action="store_true", help="the smallest model with 2 ranks only")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures go, as JSON")
+    add_flags(parser, quick="the smallest model with 2 ranks only")
     arguments = parser.parse_args()
     ranks, models = ([2], ["1M"]) if arguments.quick else (arguments.ranks, arguments.models)
-    machine: dict[str, object] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cores": os.cpu_count(),
-        "load_start": os.getloadavg()[0],
-    }
+    run = begin("averaging", arguments)
     every_row: list[Row] = []
     for num_ranks in ranks:
-        rows = [row for model in models if (row := measure_row(model, num_ranks)) is not None]
-        if rows:
-            print_table(rows)
-        every_row += rows
+        some = [row for model in models if (row := measure_row(model, num_ranks)) is not None]
+        if some:
+            print_table(some)
+        every_row += some
     # A model so large that what a process needs anyway does not show.
     answers: list[Costs] = on_ranks(max(ranks), measure_costs, shapes=MODELS["10M"][0])
     worst = {name: max(each.memory[name] for each in answers) for name in answers[0].memory}
     costs = Costs(**(asdict(answers[0]) | {"memory": worst}))
     print_costs(costs)
-    machine["load_end"] = os.getloadavg()[0]
-    print(", ".join(f"{name} {value}" for name, value in machine.items()))
-    missed = misses(every_row, costs)
-    figures = {"rows": [asdict(row) for row in every_row], "costs": asdict(costs), "missed": missed}
-    arguments.results.parent.mkdir(exist_ok=True)
-    arguments.results.write_text(json.dumps({"machine": machine, **figures}, indent=2))
-    for line in missed:
-        print(line, file=sys.stderr)
-    return 1 if missed else 0
+    rows = [{**asdict(row), "limit_ms": row.limit_ms} for row in every_row]
+    return finish(run, figures={"rows": rows, "costs": asdict(costs)}, missed=misses(every_row, costs))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import contextlib
 import http.client
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -19,14 +18,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
+from report.running import add_flags, begin, finish
 
 sys.path.append(str(Path(__file__).parent.parent))
 
 from tests.membership.etcd_servers import free_ports
 
 SCRIPT = Path(__file__).parent / "metrics_script.py"
-RESULTS = Path(__file__).parent / "results" / "metrics.json"
 SCRAPE_S = 1.0
 BOUND_S = 600.0
 # The promised figures: in the training thread, and in all, of a step of 10 ms.
@@ -87,13 +85,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="of each")
     parser.add_argument("--steps", type=int, default=1000, help="of each run")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures go, as JSON")
+    add_flags(parser, quick="one short run of each")
     arguments = parser.parse_args()
+    run = begin("metrics", arguments)
+    num_repeats, num_steps = (1, 100) if run.is_quick else (arguments.repeats, arguments.steps)
     runs = []
-    for _ in range(arguments.repeats):
+    for _ in range(num_repeats):
         for is_counted in (True, False):
             with tempfile.TemporaryDirectory() as folder:
-                runs.append(measure(Path(folder), is_counted=is_counted, num_steps=arguments.steps))
+                runs.append(measure(Path(folder), is_counted=is_counted, num_steps=num_steps))
     print(
         "| metrics | step, ms | averager.step(), us | other threads, us a step | load |\n|---|---|---|---|---|"
     )
@@ -111,21 +111,19 @@ def main() -> int:
         f"\nmetrics cost {more_us:.1f} us of processor time a step, {more_us / STEP_US:.2%} of 10 ms; "
         f"steps took {ratio:.4f} times as long"
     )
-    machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
-    print(", ".join(f"{name} {value}" for name, value in machine.items()))
-    missed = []
+    figures = {"more_us": more_us, "step_us": STEP_US, "num_repeats": num_repeats}
+    figures_and_runs = {**figures, "runs": [asdict(each) for each in runs]}
+    return finish(run, figures=figures_and_runs, missed=misses(call_us, more_us))
+
+
+def misses(call_us: float, more_us: float) -> list[str]:
+    """The promised figures that were not reached."""
+    found = []
     if call_us >= CALL_US_MAX:
-        missed.append(
-            f"missed: a step took {call_us:.1f} us in the training thread, promised < {CALL_US_MAX:.0f}"
-        )
+        found.append(f"a step took {call_us:.1f} us in the training thread, promised < {CALL_US_MAX:.0f} us")
     if more_us / STEP_US >= SHARE_MAX:
-        missed.append(f"missed: metrics cost {more_us / STEP_US:.2%} of a step, promised < {SHARE_MAX:.1%}")
-    arguments.results.parent.mkdir(exist_ok=True)
-    content = {"machine": machine, "runs": [asdict(run) for run in runs], "missed": missed}
-    arguments.results.write_text(json.dumps(content, indent=2))
-    for line in missed:
-        print(line, file=sys.stderr)
-    return 1 if missed else 0
+        found.append(f"metrics cost {more_us / STEP_US:.2%} of a step, promised < {SHARE_MAX:.1%}")
+    return found
 
 
 if __name__ == "__main__":

@@ -6,9 +6,6 @@ line on stderr for each, if a figure that was promised is missed.
 """
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -37,6 +34,7 @@ from recovery_jobs import (
     measure_rest,
 )
 from recovery_script import BATCH, GLOBAL_STEPS, NODE_STEPS
+from report.running import add_flags, begin, finish
 from torchrun_jobs import FRESH, TUNED
 
 sys.path.append(str(Path(__file__).parent.parent))
@@ -44,7 +42,6 @@ sys.path.append(str(Path(__file__).parent.parent))
 import elastic_hieravg as eh
 from tests.membership.etcd_servers import EtcdCluster, etcd_cluster
 
-RESULTS = Path(__file__).parent / "results" / "recovery.json"
 NUM_CALLS, NUM_TRIES = 20_000, 5
 # The promised figures.
 LEASE_S = 3.0
@@ -58,13 +55,18 @@ CORE_SHARE_MAX = 0.01
 def measure_events(
     etcd: EtcdCluster, folder: Path, *, systems: Sequence[System], events: Sequence[str], num_repeats: int
 ) -> list[Outcome]:
-    """Every system in turn, again and again, so that the machine's load falls on all of them alike."""
+    """Every system in turn, again and again, so that the machine's load falls on all of them alike.
+
+    What a peer did not get over is not tried again: it would be waited for in vain.
+    """
     outcomes: list[Outcome] = []
     for repeat in range(num_repeats):
         for index, system in enumerate(systems):
             if repeat < system.num_repeats_max and system.is_installed:
                 life = folder / f"life-{repeat}-{index}"
-                outcomes += measure_life(system, events, life, etcd=etcd)
+                vain = {row.event for row in outcomes if row.system == system.name and row.failure}
+                left = [event for event in events if system.is_ours or event not in vain]
+                outcomes += measure_life(system, left, life, etcd=etcd)
     return outcomes
 
 
@@ -157,15 +159,15 @@ def misses(outcomes: Sequence[Outcome], alone_us: float, rests: Sequence[Rest]) 
     for system in OURS:
         for event in EVENTS:
             rows = [row for row in outcomes if (row.event, row.system) == (event, system.name)]
-            found += [f"missed: {system.name}, {event}: {what}" for what in event_misses(event, rows)]
+            found += [f"{system.name}, {event}: {what}" for what in event_misses(event, rows)]
     calls = [("a world of one", alone_us), *((rest.system, rest.call_us) for rest in rests)]
     found += [
-        f"missed: {where}: a step with nothing due took {call_us:.1f} us, promised < {CALL_US_MAX:.0f} us"
+        f"{where}: a step with nothing due took {call_us:.1f} us, promised < {CALL_US_MAX:.0f} us"
         for where, call_us in calls
         if call_us >= CALL_US_MAX
     ]
     return found + [
-        f"missed: {rest.system}: an agent at rest took {max(rest.core_shares):.2%} of a core, "
+        f"{rest.system}: an agent at rest took {max(rest.core_shares):.2%} of a core, "
         f"promised < {CORE_SHARE_MAX:.0%}"
         for rest in rests
         if max(rest.core_shares) >= CORE_SHARE_MAX
@@ -196,22 +198,15 @@ def event_misses(event: str, rows: Sequence[Outcome]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--systems", nargs="+", default=None, help="parts of their names; all if not given")
+    names = [each.name for each in SYSTEMS]
+    parser.add_argument("--systems", nargs="+", choices=names, default=names, help="the runtimes")
     parser.add_argument("--repeats", type=int, default=5, help="of each event; what waits in vain is run once")
     parser.add_argument("--rest-s", type=float, default=10.0, help="how long agents are looked at")
-    parser.add_argument("--quick", action="store_true", help="one event with one runtime")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures go, as JSON")
+    add_flags(parser, quick="one event with one runtime")
     arguments = parser.parse_args()
-    is_quick: bool = arguments.quick
-    machine: dict[str, object] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cores": os.cpu_count(),
-        "load_start": os.getloadavg()[0],
-    }
-    systems: Sequence[System] = OURS[:1] if is_quick else SYSTEMS
-    if arguments.systems is not None:
-        systems = tuple(each for each in systems if any(part in each.name for part in arguments.systems))
+    run = begin("recovery", arguments)
+    is_quick = run.is_quick
+    systems = [each for each in (OURS[:1] if is_quick else SYSTEMS) if each.name in arguments.systems]
     events = (WORKER,) if is_quick else EVENTS
     alone_us = measure_alone()
     with tempfile.TemporaryDirectory() as folder, etcd_cluster(Path(folder) / "etcd") as etcd:
@@ -231,21 +226,13 @@ def main() -> int:
         )
     print_events(outcomes, systems=systems, events=events)
     print_rest(alone_us, rests)
-    machine["load_end"] = os.getloadavg()[0]
-    print("\n" + ", ".join(f"{name} {value}" for name, value in machine.items()))
-    missed = misses(outcomes, alone_us, rests)
     figures = {
         "events": [asdict(each) for each in outcomes],
         "alone_us": alone_us,
         "rest": [asdict(each) for each in rests],
         "bound_s": BOUND_S,
-        "missed": missed,
     }
-    arguments.results.parent.mkdir(exist_ok=True)
-    arguments.results.write_text(json.dumps({"machine": machine, **figures}, indent=2))
-    for line in missed:
-        print(line, file=sys.stderr)
-    return 1 if missed else 0
+    return finish(run, figures=figures, missed=misses(outcomes, alone_us, rests))
 
 
 if __name__ == "__main__":

@@ -107,6 +107,7 @@ class Outcome:
     round_s: float = 0.0
     steps_lost: int = 0
     num_restarted: int = 0
+    num_survivors: int = 0
     failure: str = ""
 
 
@@ -325,6 +326,7 @@ def measure_event(job: Job, event: str) -> Outcome:
         round_s=recovered.round_s or 0.0,
         steps_lost=max(lost for _, lost, _ in after),
         num_restarted=sum(is_other for _, _, is_other in after),
+        num_survivors=len(places),
     )
 
 

@@ -7,9 +7,6 @@ loss of the host cost, and draws a picture. Exit code 1, and a line on stderr fo
 """
 
 import argparse
-import json
-import os
-import platform
 import signal
 import sys
 import tempfile
@@ -24,6 +21,7 @@ from torch import nn
 sys.path.append(str(Path(__file__).parent.parent))
 
 from hosts import Hosts, HostsError, network
+from report.running import add_flags, begin, finish
 from training_jobs import NODES, NODES_MIN, OURS, SYSTEMS, TORCHRUN_CONF, Point, Run, System, judge, watch
 from training_picture import draw_training
 from training_worker import (
@@ -37,8 +35,7 @@ from training_worker import (
     read_texts,
 )
 
-FOLDER = Path(__file__).parent
-RESULTS, PICTURE = FOLDER / "results" / "training.json", FOLDER / "training.svg"
+PICTURE = Path(__file__).parent / "training.svg"
 RATE = "200mbit"
 STEPS, STEPS_QUICK = 384, 2 * GLOBAL_STEPS
 # Each job, with its start; what is not done by then is shown as far as it came.
@@ -90,10 +87,10 @@ def print_table(runs: Sequence[Run], *, num_parameters: int) -> None:
     )
     loss = shared_loss(runs)
     print(
-        f"| | done, s | to loss {loss:.2f}, s | last loss | between hosts, MB | a step, s | standstill, s "
-        "| steps lost by survivors | survivors restarted | load |"
+        f"| | done, s | to loss {loss:.2f}, s | last loss | between hosts, MB | a step, s | a round of all, s "
+        "| standstill, s | steps lost by survivors | survivors restarted | load |"
     )
-    print("|---" * 10 + "|")
+    print("|---" * 11 + "|")
     # Whoever leaves ours out gets ratios to the last one.
     ours = next((run for run in runs if run.system == OURS.name), runs[-1])
     for run in runs:
@@ -104,6 +101,7 @@ def print_table(runs: Sequence[Run], *, num_parameters: int) -> None:
             f"{run.losses[-1][1]:.3f}",
             compared(run.sent_bytes / 1e6, ours.sent_bytes / 1e6, digits=0),
             f"{run.ordinary_s:.3f}",
+            compared(run.round_s, ours.round_s, digits=3),
             compared(run.standstill_s, ours.standstill_s, digits=2),
             str(run.steps_lost),
             str(run.num_restarted),
@@ -125,12 +123,12 @@ def compared(value: float | None, ours: float | None, *, digits: int) -> str:
 
 def misses(runs: Sequence[Run]) -> list[str]:
     """What ours promised and did not keep."""
-    found = [f"missed: {run.system}: {run.failure}" for run in runs if run.system == OURS.name and run.failure]
+    found = [f"{run.system}: {run.failure}" for run in runs if run.system == OURS.name and run.failure]
     for run in runs:
         if run.system == OURS.name and run.num_restarted:
-            found.append(f"missed: {run.num_restarted} survivors restarted, promised 0")
+            found.append(f"{run.num_restarted} survivors restarted, promised 0")
         if run.system == OURS.name and run.steps_lost:
-            found.append(f"missed: survivors lost {run.steps_lost} steps, promised 0")
+            found.append(f"survivors lost {run.steps_lost} steps, promised 0")
     return found
 
 
@@ -143,8 +141,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ways", nargs="+", choices=[each.way for each in SYSTEMS], default=None)
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of each rank, a multiple of {GLOBAL_STEPS}")
-    parser.add_argument("--quick", action="store_true", help="few steps, ours only, no picture")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures go, as JSON")
+    add_flags(parser, quick="few steps, ours only, no picture")
     parser.add_argument("--picture", type=Path, default=PICTURE, help="where the picture goes, as SVG")
     arguments = parser.parse_args()
     is_quick: bool = arguments.quick
@@ -154,12 +151,7 @@ def main() -> int:
     ways = ["ours"] if is_quick else arguments.ways
     systems = [each for each in SYSTEMS if ways is None or each.way in ways]
     signal.signal(signal.SIGTERM, end)
-    machine: dict[str, object] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cores": os.cpu_count(),
-        "load_start": os.getloadavg()[0],
-    }
+    run = begin("training", arguments)
     try:
         with tempfile.TemporaryDirectory() as folder, network(NODES, rate=RATE) as hosts:
             runs = [measure(each, hosts, Path(folder) / each.way, num_steps=num_steps) for each in systems]
@@ -168,8 +160,6 @@ def main() -> int:
         return 2
     num_parameters = sum(each.numel() for each in make_model().parameters())
     print_table(runs, num_parameters=num_parameters)
-    machine["load_end"] = os.getloadavg()[0]
-    print("\n" + ", ".join(f"{name} {value}" for name, value in machine.items()))
     if not is_quick:
         title = f"{NODES} hosts with links of 200 Mbit/s, one of them lost half-way"
         told = (
@@ -177,13 +167,8 @@ def main() -> int:
             f"averages over the node every {NODE_STEPS} steps, over all every {GLOBAL_STEPS}, DDP every step"
         )
         arguments.picture.write_text(draw_training(runs, title=title, told=told))
-    missed = misses(runs)
-    figures = {"runs": [asdict(each) for each in runs], "num_parameters": num_parameters, "missed": missed}
-    arguments.results.parent.mkdir(exist_ok=True)
-    arguments.results.write_text(json.dumps({"machine": machine, **figures}, indent=2))
-    for line in missed:
-        print(line, file=sys.stderr)
-    return 1 if missed else 0
+    figures = {"runs": [asdict(each) for each in runs], "num_parameters": num_parameters}
+    return finish(run, figures=figures, missed=misses(runs))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -51,12 +51,13 @@ SYSTEMS = (DDP, AVERAGER, OURS)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`is_start`: not a step, but the one that a process begins behind."""
+    """`is_start`: not a step, but the one that a process begins behind. `arrived_s`: at its averaging."""
 
     at_s: float
     pid: int
     step: int
     is_start: bool
+    arrived_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,9 @@ class Run:
     """A job's figures; times count from its first step on.
 
     `standstill_s`: the longest time from step to step of a survivor after the kill, beside an ordinary one.
-    `steps_lost`: that a survivor had made and made again. `losses` and `traffic`: points over time.
+    `steps_lost`: that a survivor had made and made again. `round_s`: of a round of all ranks before the kill,
+    from the last one's arrival to the last one's end; None for who has no rounds. `losses` and `traffic`:
+    points over time.
     """
 
     system: str
@@ -84,8 +87,10 @@ class Run:
     killed_s: float
     ordinary_s: float
     standstill_s: float
+    round_s: float | None
     steps_lost: int
     num_restarted: int
+    num_survivors: int
     sent_bytes: float
     load: float
     losses: tuple[Point, ...]
@@ -228,14 +233,31 @@ def judge(system: System, watched: Watched, losses: Sequence[Point], *, num_step
         killed_s=killed_s - began_s,
         ordinary_s=statistics.mean(ordinary) if ordinary else 0.0,
         standstill_s=max((two.at_s - one.at_s for one, two in after), default=0.0),
+        round_s=round_of_all_s(watched.steps, until_s=killed_s),
         steps_lost=max((one.step - two.step + 1 for one, two in after), default=0),
         num_restarted=sum(len({step.pid for step in steps}) > 1 for steps in survivors),
+        num_survivors=len(survivors),
         sent_bytes=watched.traffic[-1][1],
         load=watched.load,
         losses=tuple((at_s - began_s, loss) for at_s, loss in with_resumption(losses, watched)),
         traffic=tuple((at_s - began_s, sent) for at_s, sent in watched.traffic if at_s >= began_s),
         failure=watched.failure,
     )
+
+
+def round_of_all_s(steps: Mapping[Place, Sequence[Step]], *, until_s: float) -> float | None:
+    """The median over the rounds that all ranks made together."""
+    found: defaultdict[int, list[Step]] = defaultdict(list)
+    for place in steps:
+        for step in made(steps[place]):
+            if step.step % GLOBAL_STEPS == 0 and step.arrived_s is not None and step.at_s <= until_s:
+                found[step.step].append(step)
+    spans_s = [
+        max(step.at_s for step in together) - max(step.arrived_s or 0.0 for step in together)
+        for together in found.values()
+        if len(together) == len(steps)
+    ]
+    return statistics.median(spans_s) if spans_s else None
 
 
 def with_resumption(losses: Sequence[Point], watched: Watched) -> list[Point]:

@@ -87,9 +87,9 @@ class Trainer:
         nn.functional.cross_entropy(scores, following).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
 
-    def say(self, step: int, *, is_start: bool = False) -> None:
-        """That this step is made; or, at the start, that it was made before."""
-        line = {"at_s": time.monotonic(), "step": step, "is_start": is_start}
+    def say(self, step: int, *, is_start: bool = False, arrived_s: float | None = None) -> None:
+        """That this step is made; or, at the start, that it was made before. `arrived_s`: at its averaging."""
+        line = {"at_s": time.monotonic(), "step": step, "is_start": is_start, "arrived_s": arrived_s}
         self._lines.write(json.dumps(line) + "\n")
 
     def save(self, step: int, **more: object) -> None:
@@ -138,8 +138,9 @@ def train_torch_averager(flags: argparse.Namespace) -> None:
     trainer.say(first, is_start=True)
     for step in range(first + 1, flags.steps + 1):
         trainer.train(step)
+        arrived_s = time.monotonic()
         averager.average_parameters(trainer.model.parameters())
-        trainer.say(step)
+        trainer.say(step, arrived_s=arrived_s)
         if step % GLOBAL_STEPS == 0 and dist.get_rank() == 0:
             trainer.save(step, optimizer=trainer.optimizer.state_dict())
     dist.destroy_process_group()
@@ -154,8 +155,9 @@ def train_ours(flags: argparse.Namespace) -> None:
         while job.step < flags.steps and not job.should_stop:
             trainer.train(job.step + 1)
             rounds.clear()
+            arrived_s = time.monotonic()
             averager.step(num_samples=BATCH)
-            trainer.say(job.step)
+            trainer.say(job.step, arrived_s=arrived_s)
             widest = job.plan.levels[-1].name
             is_global = any(each.level == widest and each.outcome is Outcome.COMMITTED for each in rounds)
             if is_global and job.rank == 0:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from report import figures
+from report.documents import Document, parse, rows
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 def run_quickly(name: str, folder: Path, *, timeout_s: float) -> tuple[str, dict[str, Any]]:
@@ -27,9 +29,29 @@ def run_quickly(name: str, folder: Path, *, timeout_s: float) -> tuple[str, dict
     assert done.returncode in (0, 1), done.stderr
     missed = [line for line in done.stderr.splitlines() if line.startswith("missed: ")]
     assert bool(missed) == (done.returncode == 1), done.stderr
-    figures: dict[str, Any] = json.loads(results.read_text())
-    assert figures["missed"] == missed
-    return done.stdout, figures
+    found: dict[str, Any] = json.loads(results.read_text())
+    assert found["missed"] == missed
+    assert found["is_quick"]
+    return done.stdout, found
+
+
+def as_document(found: dict[str, Any]) -> Document:
+    """As those read it who make tables."""
+    return parse(json.dumps(found), benchmark=found["benchmark"])
+
+
+def test_the_planner_benchmark_reports_a_table_and_json(tmp_path: Path) -> None:
+    printed, found = run_quickly("plan.py", tmp_path, timeout_s=120)
+    assert "| nodes | ranks | fit |" in printed
+    assert [row.num_ranks for row in rows(as_document(found), "rows", figures.PlanRow)] == [1000, 10_000]
+
+
+def test_the_metrics_benchmark_reports_a_table_and_json(tmp_path: Path) -> None:
+    printed, found = run_quickly("metrics.py", tmp_path, timeout_s=300)
+    assert "| counted, served, scraped every second |" in printed
+    assert [run["is_counted"] for run in found["runs"]] == [True, False]
+    assert found["num_repeats"] == 1
+    assert as_document(found).machine.cores == os.cpu_count()
 
 
 def test_the_averaging_benchmark_reports_a_table_and_json(tmp_path: Path) -> None:
@@ -40,6 +62,9 @@ def test_the_averaging_benchmark_reports_a_table_and_json(tmp_path: Path) -> Non
     assert row["num_ranks"] == 2
     assert {"torch averager", "ours, same host", "ours, process group"} <= row["ms"].keys()
     assert all(ms > 0 for ms in row["ms"].values())
+    (read,) = rows(as_document(found), "rows", figures.RoundRow)
+    assert read.raw_ms > 0
+    assert read.limit_ms > 0
 
 
 def test_the_rendezvous_benchmark_reports_tables_and_json(tmp_path: Path) -> None:
@@ -56,7 +81,9 @@ def test_the_rendezvous_benchmark_reports_tables_and_json(tmp_path: Path) -> Non
     assert found["load"]["num_agents"] == 8
     assert found["load"]["num_runnable"] > 2
     assert found["load"]["num_dropped"] or len(found["load"]["kills"]) == 3
-    assert {"python", "torch", "etcd", "cores", "load_start", "load_end"} == found["machine"].keys()
+    (read,) = rows(as_document(found), "torchrun", figures.Formed)
+    assert read.setting == figures.ETCD3
+    assert as_document(found).machine.etcd == "3.5.1"
 
 
 def test_the_recovery_benchmark_reports_tables_and_json(tmp_path: Path) -> None:
@@ -70,6 +97,8 @@ def test_the_recovery_benchmark_reports_tables_and_json(tmp_path: Path) -> None:
     # However busy the machine is, survivors keep their processes and their steps.
     assert outcome["num_restarted"] == 0
     assert outcome["steps_lost"] == 0
+    (read,) = rows(as_document(found), "events", figures.Gap)
+    assert (read.system, read.num_survivors) == (figures.RUN, 4)
     (rest,) = found["rest"]
     assert rest["num_calls"] > 0
     assert rest["call_us"] > 0
