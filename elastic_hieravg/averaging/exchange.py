@@ -2,10 +2,14 @@
 
 Every member owns one part. It receives the others' values of its part, combines them, and sends the
 result to all. Values leave from where they lie, shares are applied where they arrive, and both travel in
-their own type: half-precision values cost half the bytes. Invariant: a contribution of share 0 is not sent.
+their own type: half-precision values cost half the bytes. Members take turns: in a turn everybody sends to one
+member and receives from one, so that nobody's link is flooded by all others at once. Invariant: a contribution
+of share 0 is not sent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -14,9 +18,25 @@ from elastic_hieravg.averaging.flat import WIDE_TYPES, Kind
 from elastic_hieravg.averaging.groups import MESSAGE_TIMEOUT_S, Group
 from elastic_hieravg.averaging.kernels import chunks, combine, is_finite, share_out
 
-# What is sent in one message; several are in flight.
-MESSAGE_VALUES = 1024 * 1024
+# A part goes in about so many messages, of a size within these bounds: what has arrived is combined while the
+# rest is on its way, and a message is worth the wait for it.
+PART_MESSAGES = 8
+MESSAGE_VALUES_MIN, MESSAGE_VALUES_MAX = 64 * 1024, 1024 * 1024
+# What is sent may be so far ahead of what has arrived: links are not idle, and their queues do not overflow.
+AHEAD_TURNS_MIN, AHEAD_VALUES = 3, 192 * 1024
 _CONTRIBUTION, _RESULT = 0, 1
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What a member sends to one other and receives from one; of no values where nothing is left."""
+
+    to: int
+    sends: Tensor
+    of: int
+    receives: Tensor
 
 
 class Exchange:
@@ -33,47 +53,83 @@ class Exchange:
         self._source = source
         self._out = out
         self._kind = kind
-        self._parts = share_out(source.numel(), len(group.peers))
-        self._start, self._end = self._parts[group.index]
-        self._landing = [memory[: self._end - self._start] for memory in landing]
-        # Everybody begins with another peer, so that not all send to the same one.
-        distances = range(1, len(group.peers))
-        self._others = [(group.index + distance) % len(group.peers) for distance in distances]
+        num_members = len(group.peers)
+        parts = share_out(source.numel(), num_members)
+        self._start, end = parts[group.index]
+        self._landing = [memory[: end - self._start] for memory in landing]
+        first_start, first_end = parts[0]
+        size = min(max((first_end - first_start) // PART_MESSAGES, MESSAGE_VALUES_MIN), MESSAGE_VALUES_MAX)
+        self._ahead_turns = max(AHEAD_TURNS_MIN, AHEAD_VALUES // max(1, min(size, first_end - first_start)))
+        # For each member the messages of its part; all have as many, and the last parts are shorter, or empty.
+        messages = [chunks(*part, size=size) for part in parts]
+        spans = [
+            [*each, *[(last, last)] * (len(messages[0]) - len(each))]
+            for each, (_, last) in zip(messages, parts, strict=True)
+        ]
+        self._own_spans = spans[group.index]
+        pairs = [
+            ((group.index + distance) % num_members, (group.index - distance) % num_members)
+            for distance in range(1, num_members)
+        ]
+        self._contributions = [
+            [_Turn(to, source[slice(*spans[to][index])], of, self._landed(of, own)) for to, of in pairs]
+            for index, own in enumerate(self._own_spans)
+        ]
+        self._results = [
+            [_Turn(to, out[slice(*own)], of, out[slice(*spans[of][index])]) for to, of in pairs]
+            for index, own in enumerate(self._own_spans)
+        ]
 
     def run(self, shares: Sequence[float]) -> bool:
         """Combine, and have the result everywhere. False if something in this member's part is not finite."""
-        group, start = self._group, self._start
-        sent = [
-            group.send(self._source[first:last], to=peer, tag=_CONTRIBUTION)
-            for peer in self._others
-            for first, last in chunks(*self._parts[peer], size=MESSAGE_VALUES)
-            if shares[group.index] > 0
-        ]
-        contributors = [peer for peer in self._others if shares[peer] > 0]
-        messages = chunks(self._start, self._end, size=MESSAGE_VALUES)
-        arriving = [
-            [
-                group.receive(self._landing[peer][first - start : last - start], of=peer, tag=_CONTRIBUTION)
-                for peer in contributors
-            ]
-            for first, last in messages
-        ]
         all_finite = True
-        for works, (first, last) in zip(arriving, messages, strict=True):
-            group.wait(works, timeout_s=MESSAGE_TIMEOUT_S)
-            all_finite &= self._combine(first, last, contributors=contributors, shares=shares)
-        group.wait(sent, timeout_s=MESSAGE_TIMEOUT_S)
-        self._spread(messages)
-        group.finish()
+        contributors = [peer for peer, share in enumerate(shares) if share > 0 and peer != self._group.index]
+        counts = [share > 0 for share in shares]
+        for index in self._take_turns(self._contributions, counts=counts, tag=_CONTRIBUTION):
+            all_finite &= self._combine(self._own_spans[index], contributors=contributors, shares=shares)
+        for _ in self._take_turns(self._results, counts=[True] * len(shares), tag=_RESULT):
+            pass
         return all_finite
 
-    def _combine(self, first: int, last: int, *, contributors: Sequence[int], shares: Sequence[float]) -> bool:
+    def _take_turns(
+        self, messages: Sequence[Sequence[_Turn]], *, counts: Sequence[bool], tag: int
+    ) -> Iterator[int]:
+        """Yields the number of each message once it is here of everybody who counts; ends when all is sent."""
+        group = self._group
+        arriving = [
+            [
+                [group.receive(turn.receives, of=turn.of, tag=tag)]
+                if counts[turn.of] and turn.receives.numel()
+                else []
+                for turn in turns
+            ]
+            for turns in messages
+        ]
+        leaving = chain.from_iterable(messages) if counts[group.index] else iter(())
+        self._send(islice(leaving, self._ahead_turns), tag=tag)
+        for index, turns in enumerate(arriving):
+            for works in turns:
+                group.wait(works, timeout_s=MESSAGE_TIMEOUT_S)
+                self._send(islice(leaving, 1), tag=tag)
+            yield index
+        group.finish()
+
+    def _send(self, turns: Iterable[_Turn], *, tag: int) -> None:
+        for turn in turns:
+            if turn.sends.numel():
+                self._group.send(turn.sends, to=turn.to, tag=tag)
+
+    def _landed(self, peer: int, span: Span) -> Tensor:
+        """Where this member finds what a peer contributes to a span of its part."""
+        first, last = span
+        return self._landing[peer][first - self._start : last - self._start]
+
+    def _combine(self, span: Span, *, contributors: Sequence[int], shares: Sequence[float]) -> bool:
         """Combine one message's worth of values, in pieces that fit the cache."""
         all_finite = True
         used = [shares[self._group.index], *(shares[peer] for peer in contributors)]
-        for here, there in chunks(first, last):
-            rows = [self._source[here:there]]
-            rows += [self._landing[peer][here - self._start : there - self._start] for peer in contributors]
+        for here, there in chunks(*span):
+            rows = [self._source[here:there], *(self._landed(peer, (here, there)) for peer in contributors)]
             out = self._out[here:there]
             wide_type = WIDE_TYPES[out.dtype]
             wide = out if out.dtype == wide_type else torch.empty_like(out, dtype=wide_type)
@@ -82,10 +138,3 @@ class Exchange:
             if wide is not out:
                 out.copy_(wide)
         return all_finite
-
-    def _spread(self, messages: Sequence[tuple[int, int]]) -> None:
-        for peer in self._others:
-            for first, last in messages:
-                self._group.send(self._out[first:last], to=peer, tag=_RESULT)
-            for first, last in chunks(*self._parts[peer], size=MESSAGE_VALUES):
-                self._group.receive(self._out[first:last], of=peer, tag=_RESULT)

@@ -71,6 +71,19 @@ def test_the_weighted_mean_is_exact(ranks: Ranks, places: str, dtype: torch.dtyp
     assert {done.link for _, done in answers} == {"shm" if set(places) == {"a"} else "network"}
 
 
+@pytest.mark.parametrize("weights", [(3.0, 0.5, 7.0), (3.0, 0.0, 7.0), (0.0, 0.0, 2.0)])
+def test_a_run_of_values_that_takes_many_turns_between_nodes_is_averaged_whole(
+    ranks: Ranks, weights: tuple[float, ...]
+) -> None:
+    num_values = 2_000_003
+    answers = ranks.call(average_once, "abc", (num_values,), torch.float32, weights, world_size=3)
+    copies = [values_of(rank, num_values, torch.float32) for rank in range(3)]
+    expected = sum((weight * copy for weight, copy in zip(weights, copies, strict=True)), torch.zeros(1))
+    for (tensor,), _ in answers:
+        torch.testing.assert_close(tensor, expected / sum(weights), rtol=1e-5, atol=1e-6)
+        assert torch.equal(tensor, answers[0][0][0])
+
+
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.uint8, torch.bool])
 def test_whole_numbers_take_the_maximum_of_those_that_count(
