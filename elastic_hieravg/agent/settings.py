@@ -2,11 +2,13 @@
 
 import secrets
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_hieravg.config import (
+    LABELS_FILE_VARIABLE,
+    LABELS_VARIABLE,
     MetricsPlace,
     host_name,
     read_metrics_place,
@@ -38,6 +40,7 @@ EMBEDDED, ETCD = "c10d", "etcd3"
 # The port that torch's own c10d backend takes too.
 DEFAULT_PORT = 29400
 HANG_TIMEOUT_MIN_S = 1.0
+LABELS_SHOWN_MAX = 8
 # What is said with flags of its own, not with --rdzv-conf.
 FLAGS = {"lease_ttl_s": "--lease-ttl-s", "node_id": "--node-id"}
 
@@ -104,6 +107,8 @@ def read_run_settings(
     metrics = gather(lambda: read_metrics_place(flags.metrics_port, flags.metrics_host), problems)
     # A node that cannot be is refused here, before anything is started.
     node = gather(lambda: Node(flags.node_id or host_name(), slots, read_node_labels(flags.label)), problems)
+    if job is not None and node is not None:
+        problems += label_problems(job.hierarchy, node)
     address = None if store is None else gather(lambda: flags.local_addr or _address(store), problems)
     raise_if_any(UsageError, problems)
     assert store is not None
@@ -129,6 +134,20 @@ def read_run_settings(
         metrics,
         nnodes_file,
     )
+
+
+def label_problems(hierarchy: Hierarchy, node: Node) -> Iterator[Problem]:
+    """Every level that is a label has to be one of this very node: no generation could hold it otherwise."""
+    found = ", ".join(f"{key}={value}" for key, value in list(node.labels.items())[:LABELS_SHOWN_MAX])
+    name = node.node_id
+    for key in hierarchy.labels():
+        if key not in node.labels:
+            ways = f"--label {key}=..., {LABELS_VARIABLE}={key}=... or a file named by {LABELS_FILE_VARIABLE}"
+            yield Problem(
+                f"level {key} of --hierarchy {hierarchy} needs a label {key}, and node {name} has none; "
+                f"its labels: {found or 'none'}",
+                f"give it one with {ways}, or leave the level {key} out",
+            )
 
 
 def _has_run_id(flags: Namespace) -> bool:

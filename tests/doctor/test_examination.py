@@ -29,10 +29,14 @@ def test_a_node_that_is_well_has_no_problems() -> None:
 @pytest.mark.parametrize(
     ("arguments", "check", "found"),
     [
-        (["--lease-ttl-s", "0.5"], "flags", "lease_ttl_s is 0.5"),
-        (["--hang-timeout-s", "0.1"], "flags", "hang_timeout_s is 0.1"),
+        (["--lease-ttl-s", "0.5"], "flags", "--lease-ttl-s is '0.5'"),
+        (["--hang-timeout-s", "0.1"], "flags", "--hang-timeout-s is '0.1'"),
         (["--hierarchy", "node=4,global=6"], "flags", "not a multiple of the 4 of node"),
-        (["--hierarchy", "zone=4,global=8"], "hierarchy", "level zone"),
+        (
+            ["--hierarchy", "zone=4,global=8"],
+            "flags",
+            "level zone of --hierarchy zone=4,global=8 needs a label",
+        ),
         (["--rdzv-conf", "jointimeout=3"], "flags", "--rdzv-conf has jointimeout, which is unknown"),
         (["--metrics-port", "many"], "flags", "--metrics-port is 'many'"),
         (["--nnodes", "1:2"], "flags", "--rdzv-endpoint is ''"),

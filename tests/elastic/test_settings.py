@@ -116,6 +116,17 @@ def test_reads_what_a_node_is() -> None:
     assert settings.hang_timeout_s == 7.0
 
 
+def test_every_level_that_is_a_label_has_to_be_one_of_this_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HIERAVG_LABELS", raising=False)
+    with pytest.raises(UsageError, match=r"node a has none; its labels: host=.*, rack=r1") as raised:
+        read(hierarchy="node=4,zone=8,region=16,global=32", node_id="a", label=["rack=r1"])
+    assert [problem.message.split()[1] for problem in raised.value.problems] == ["region", "zone"]
+    for way in ("--label zone=", "HIERAVG_LABELS=zone=", "HIERAVG_LABELS_FILE"):
+        assert way in raised.value.problems[1].hint
+    # The host's name is a label that every node has.
+    read(hierarchy="node=4,zone=8,host=16,global=32", label=["zone=z1"])
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [

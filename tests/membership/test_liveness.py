@@ -10,12 +10,12 @@ from itertools import count
 
 import pytest
 
-from elastic_hieravg.errors import TopologyError
+from elastic_hieravg.errors import Problem, TopologyError
 from elastic_hieravg.membership import service
 from elastic_hieravg.membership.decisions import Policy
 from elastic_hieravg.membership.kv import KeyValue
 from elastic_hieravg.membership.memory import MemoryKeyValue
-from elastic_hieravg.membership.messages import Adopted, Candidate, Fenced, Notice
+from elastic_hieravg.membership.messages import Adopted, Candidate, Failed, Fenced, Notice
 from elastic_hieravg.membership.records import Closing, Job
 from elastic_hieravg.membership.service import Membership, Observe, StoreAway, StoreBack
 from elastic_hieravg.plan import Hierarchy
@@ -92,6 +92,23 @@ def test_a_node_that_nobody_drives_any_more_is_out() -> None:
         assert first.wait(lambda status: status.error is not None, timeout_s=PATIENCE_S)
         assert "the thread that drives the membership ended" in str(first.status.error)
         await_members(second, "b")
+
+
+def test_an_error_of_ours_in_the_driving_thread_says_itself_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise TopologyError(Problem("rack r1 is in more than one zone", "correct the labels"))
+
+    monkeypatch.setattr("elastic_hieravg.membership.member.decide", fail)
+    told: list[Notice | StoreAway | StoreBack] = []
+    with opened(MemoryKeyValue(), "a", observe=told.append) as membership:
+        membership.ready()
+        assert membership.wait(lambda status: status.error is not None, timeout_s=PATIENCE_S)
+        # Longer than it takes to notice that nobody drives any more.
+        time.sleep(2 * LEASE_TTL_S)
+        assert isinstance(membership.status.error, TopologyError)
+    assert [notice for notice in told if isinstance(notice, Failed)] == [Failed(membership.status.error)]
 
 
 def test_the_jobs_records_live_on_however_long_the_nodes_leases_are(monkeypatch: pytest.MonkeyPatch) -> None:

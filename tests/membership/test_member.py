@@ -11,6 +11,7 @@ from elastic_hieravg.membership.messages import (
     Answer,
     Applied,
     Candidate,
+    Failed,
     Grant,
     Granted,
     LeaseOver,
@@ -31,9 +32,9 @@ SUSPICION = f"{RUN}suspicions/b"
 class Store:
     """Just enough of a store: what a member writes is there, unless an answer says otherwise."""
 
-    def __init__(self) -> None:
+    def __init__(self, hierarchy: str = "global=8") -> None:
         names = map(str, count())
-        job = Job(1, 4, Hierarchy.parse("global=8"))
+        job = Job(1, 4, Hierarchy.parse(hierarchy))
         self.member = Member(
             Candidate("a", 1, {}, "h1", 1),
             run_id="run",
@@ -178,3 +179,15 @@ def test_a_generation_is_written_only_under_the_bounds_it_was_decided_on(store: 
     write = write_of(store, f"{RUN}generation")
     assert write is not None
     assert write.guards[BOUNDS] == store.entries[BOUNDS].revision
+
+
+def test_nodes_of_which_none_can_be_in_the_job_are_told_why_and_nobody_plans_without_nodes() -> None:
+    store = Store("zone=4,global=8")
+    store.tell()
+    store.member.ready()
+    for _ in range(20):
+        store.step()
+    assert store.member.is_over
+    assert {key for key in store.entries if "refusals" in key} == {f"{RUN}refusals/a", f"{RUN}refusals/b"}
+    failed = [notice for notice in store.member.notices if isinstance(notice, Failed)]
+    assert ["level zone is unknown" in str(notice.error) for notice in failed] == [True]
