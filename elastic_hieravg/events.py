@@ -16,7 +16,8 @@ class RoundDone:
     """One averaging of one group, as seen by one rank. Of one that did not commit, only the first fields tell.
 
     `divergence_ratio`: how far apart the replicas were before, as the root of the mean square difference
-    from the result over that of the result. `repaired` names tensors that somebody had pointed elsewhere.
+    from the result over that of the result; None if this rank does not know. `repaired` names tensors that
+    somebody had pointed elsewhere.
     """
 
     level: str
@@ -26,7 +27,7 @@ class RoundDone:
     wait_seconds: float = 0.0
     sent_bytes: int = 0
     link: str = ""
-    divergence_ratio: float = 0.0
+    divergence_ratio: float | None = None
     num_nonfinite: int = 0
     repaired: tuple[str, ...] = ()
 

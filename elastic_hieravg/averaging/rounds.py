@@ -257,7 +257,9 @@ class AveragingGroup:
         return all(record[: len(mine)] == mine for record in self.gather(mine)) and flat.file is not None
 
 
-def _divergence_ratio(verdicts: Sequence[Verdict]) -> float:
+def _divergence_ratio(verdicts: Sequence[Verdict]) -> float | None:
+    if not verdicts:
+        return None
     result_squares = sum(verdict.result_squares for verdict in verdicts)
     difference_squares = sum(verdict.difference_squares for verdict in verdicts)
     return math.sqrt(difference_squares / result_squares) if result_squares else 0.0

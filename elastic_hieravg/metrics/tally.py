@@ -99,7 +99,8 @@ class Tally:
                 counts = self._round_counts.setdefault(level, [0] * (len(_ROUND_BOUNDS) + 1))
                 counts[bisect_left(_ROUND_BOUNDS, done.seconds)] += 1
                 self._round_totals[level] += done.seconds
-                self._gauges[names.DIVERGENCE, (level,)] = done.divergence_ratio
+                if done.divergence_ratio is not None:
+                    self._gauges[names.DIVERGENCE, (level,)] = done.divergence_ratio
             self._last[level] = LastRound(
                 done.step, done.seconds, done.sent_bytes, link, done.outcome, self._wall()
             )

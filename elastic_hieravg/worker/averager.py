@@ -27,6 +27,7 @@ from elastic_hieravg.metrics.catalogue import Cause
 from elastic_hieravg.metrics.tally import Tally
 from elastic_hieravg.plan import GroupKey, PlannedLevel
 from elastic_hieravg.worker.boundary import END_DOUBT_S, END_WAIT_S, FENCE_WAIT_S, RETRY_WAIT_S, Boundary
+from elastic_hieravg.worker.doubt import Doubt
 from elastic_hieravg.worker.generations import Entering, Generations
 from elastic_hieravg.worker.hooked_gradients import HookedGradients
 from elastic_hieravg.worker.keeping import Keeper
@@ -68,6 +69,7 @@ class ElasticAverager:
         self._is_ending = self._is_ended = False
         self._is_draining = False
         self._running: PlannedLevel | None = None
+        self._doubt: Doubt | None = None
         # Steps are counted under it: nobody names a step as the next one while it is being made.
         self._counting = threading.Lock()
         self._current: Adopted | None = None
@@ -281,8 +283,7 @@ class ElasticAverager:
     def _regain(self, entry: Entry) -> None:
         """All were taken out at once while they lived, and nobody went on: what this rank has counts."""
         self._holds_model = True
-        if self._engine.in_doubt is not None:
-            self._engine.settle(is_committed=entry.was_committed(*self._engine.in_doubt))
+        self._settle(entry)
 
     def _run_owed(self) -> None:
         """Run the round with which a generation begins; after one that failed, the next generation's."""
@@ -302,8 +303,7 @@ class ElasticAverager:
 
     def _enter(self, entering: Entering, built: Mapping[GroupKey, AveragingGroup]) -> None:
         engine, entry = self._engine, entering.entry
-        if engine.in_doubt is not None:
-            engine.settle(is_committed=entry.was_committed(*engine.in_doubt))
+        self._settle(entry)
         if entering.state is not None and not self._holds_model:
             take_state(self._optimizer, entering.state, step=entry.step)
         engine.switch(
@@ -359,26 +359,44 @@ class ElasticAverager:
             finally:
                 self._set_running(None)
         except PeerLostError as exc:
-            seconds = time.perf_counter() - began_s
-            self._observe(RoundDone(level.name, engine.step_count, Outcome.FAILED, seconds=seconds))
-            why = exc.problems[0].message
+            seconds, why = time.perf_counter() - began_s, exc.problems[0].message
             _log.info("a round of level %s failed at step %s: %s", level.name, engine.step_count, why)
-            return self._failed(level, in_doubt=isinstance(exc, InDoubtError))
+            failed = RoundDone(level.name, engine.step_count, Outcome.FAILED, seconds=seconds)
+            if isinstance(exc, InDoubtError):
+                self._doubt = Doubt(level, failed)
+                return self._failed(level, doubt=self._doubt)
+            self._observe(failed)
+            return self._failed(level)
         if done is not None and done.outcome is Outcome.SKIPPED:
             # Nobody had anything to give; who has no model yet cannot go on without.
             self.num_skipped += 1
             return self._holds_model or self._failed(level)
-        self._lost_round = False
-        self.num_committed += 1
-        if level is engine.plan.levels[-1]:
-            self._holds_model = True
-            assert engine.agreed is not None
-            self._is_ended |= engine.agreed.is_ending
-            self._keep()
+        is_global = level is engine.plan.levels[-1]
+        self._holds_model |= is_global
+        self._committed(level)
+        if is_global:
             self._leave_if_drained()
         return True
 
-    def _failed(self, level: PlannedLevel, *, in_doubt: bool = False) -> bool:
+    def _committed(self, level: PlannedLevel) -> None:
+        engine = self._engine
+        self._lost_round = False
+        self.num_committed += 1
+        if level is engine.plan.levels[-1]:
+            assert engine.agreed is not None
+            self._is_ended |= engine.agreed.is_ending
+            if self._holds_model:
+                self._keep()
+
+    def _settle(self, entry: Entry | None) -> None:
+        """Take the result that is in doubt, if any is and somebody took it: only now the round is told."""
+        doubt, self._doubt = self._doubt, None
+        if doubt is not None:
+            self._observe(doubt.settle(self._engine, entry, stopped=self._boundary.stopped))
+            if doubt.is_taken:
+                self._committed(doubt.level)
+
+    def _failed(self, level: PlannedLevel, *, doubt: Doubt | None = None) -> bool:
         """A round failed: try once more in the next generation, or go on without it."""
         engine = self._engine
         key = engine.key_of(level)
@@ -387,20 +405,26 @@ class ElasticAverager:
             self._tell(Broken(key.name))
         self._lost_round = True
         number = self._number
-        if in_doubt:
+        if doubt is not None:
             # What was said before the doubt does not tell what became of this round.
             self.generations.withdraw()
         self._wait(
             lambda: self._enter_if_time(can_wait=True) or self._number != number or self._has_passed(),
-            timeout_s=self._retry_s(in_doubt=in_doubt),
+            timeout_s=self._retry_s(in_doubt=doubt is not None),
             can_enter=True,
         )
         if self._number != number:
-            self.num_retried += 1
+            self.num_retried += doubt is None or not doubt.is_taken
             return True
         self._dead_since = number
-        if in_doubt and not self._boundary.is_fenced:
-            engine.settle(is_committed=self._was_committed())
+        if doubt is not None:
+            if self._boundary.is_fenced:
+                # What became of it is known when this rank is back.
+                return False
+            entering = self.generations.entering
+            self._settle(entering.entry if entering is not None else None)
+            if doubt.is_taken:
+                return True
         self.num_skipped += 1
         self._observe(RoundDone(level.name, engine.step_count, Outcome.SKIPPED))
         if level in engine.plan.levels:
@@ -429,13 +453,6 @@ class ElasticAverager:
         """Whether the others are at a later step already: then this rank goes on to meet them there."""
         entering = self.generations.entering
         return entering is not None and self._holds_model and entering.entry.step > self._engine.step_count
-
-    def _was_committed(self) -> bool:
-        """Whether somebody took the result that is in doubt here, as far as anybody has said."""
-        entering, in_doubt = self.generations.entering, self._engine.in_doubt
-        if entering is not None and in_doubt is not None:
-            return entering.entry.was_committed(*in_doubt)
-        return self._boundary.stopped is not None and self._boundary.stopped.is_success
 
     def _leave_if_drained(self) -> None:
         """What this rank did is in the others' models now; a further step would be lost."""

@@ -133,7 +133,8 @@ def test_rank_in_doubt_about_a_round_does_as_the_others_did(tmp_path: Path, told
         assert job.faults["worker ordered to die-in-verdict"] == NUM_KILLS
         ends = {line["node"]: line for line in job.lines() if line["event"] == "end"}
         failed = {name: ends[name]["counts"].get("global failed", 0) for name in "ab"}
-        assert failed == {"a": 0 if told else NUM_KILLS, "b": NUM_KILLS}
+        # Who was in doubt and took the result has not failed.
+        assert failed == dict.fromkeys("ab", 0 if told else NUM_KILLS)
 
 
 def test_job_that_does_not_fit_holds_and_a_spare_steps_in(tmp_path: Path) -> None:

@@ -123,6 +123,12 @@ def test_rounds_are_counted_by_level_and_outcome(tally: Tally) -> None:
     assert samples.rounds["zone"] == LastRound(32, 0.0, 0, "!", "skipped", 1e9)
 
 
+def test_a_round_whose_divergence_is_not_known_leaves_what_was_known(tally: Tally) -> None:
+    tally.round_done(RoundDone("zone", 16, Outcome.COMMITTED, divergence_ratio=0.02))
+    tally.round_done(RoundDone("zone", 32, Outcome.COMMITTED))
+    assert taken(tally).gauges[names.DIVERGENCE, ("zone",)] == 0.02
+
+
 def test_every_outcome_is_there_from_the_first_round_on(tally: Tally) -> None:
     tally.round_done(RoundDone("node", 4, Outcome.COMMITTED))
     found = {labels: n for (name, labels), n in taken(tally).counters.items() if name == names.ROUNDS}
@@ -145,7 +151,8 @@ def test_a_loss_that_is_no_number_is_told(tally: Tally, value: float) -> None:
 
 
 def test_all_that_workers_tell_is_in_the_catalogue(tally: Tally) -> None:
-    tally.round_done(RoundDone("node", 1, Outcome.COMMITTED, seconds=0.1, sent_bytes=5, link="shm"))
+    committed = Outcome.COMMITTED
+    tally.round_done(RoundDone("node", 1, committed, sent_bytes=5, link="shm", divergence_ratio=0.1))
     tally.step(1)
     samples = taken(tally)
     told = {name for name, _ in (*samples.counters, *samples.gauges, *samples.distributions)}

@@ -149,7 +149,7 @@ class LoneRank:
 
     @property
     def value(self) -> float:
-        return float(self.model.weight)
+        return self.model.weight.item()
 
     def outcomes(self) -> list[str]:
         return [done.outcome.value for done in self.rounds]
