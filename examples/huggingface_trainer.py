@@ -1,19 +1,29 @@
-"""Hugging Face's Trainer in an elastic job, through `eh.attach`. Needs `pip install transformers accelerate`.
+"""Hugging Face's Trainer in an elastic job, through `eh.attach`.
 
+    pip install 'elastic_hieravg[huggingface]'
     hieravg run --standalone --nproc-per-node=2 examples/huggingface_trainer.py --steps 100
 
-The Trainer's loop stays as it is. Each step of the optimizer is counted by the optimizer's own hook. Inside a
-node the Trainer uses DDP by itself, because `hieravg run` gives it the node as its world; `eh.attach` averages
-between nodes. Two things remain: to stop when all stop, and to begin where the others are.
+The Trainer's loop stays as it is: the optimizer's own hook counts every step. Inside a node the Trainer uses
+DDP by itself, because `hieravg run` gives it the node as its world; `eh.attach` averages between nodes. Two
+things remain. The Trainer is given the steps that are left, because a worker that joins begins at the others'
+step; and a callback stops when all stop, and has the learning rate follow the job.
 """
 
 import argparse
 import hashlib
 import tempfile
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    get_linear_schedule_with_warmup,
+)
 
 import elastic_hieravg as eh
 
@@ -33,28 +43,32 @@ class Classifier(nn.Module):
 
 
 class Following(TrainerCallback):
-    """Ends the Trainer's loop when the job ends, and tells the job of the loss."""
+    """Has the Trainer follow the job. Reusable as it is."""
 
-    def __init__(self, job: eh.Job) -> None:
+    def __init__(self, job: eh.Job, *, max_steps: int) -> None:
         self.job = job
+        self.max_steps = max_steps
         self.losses: list[float] = []
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_: object,
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
-        if logs and "loss" in logs:
-            self.losses.append(float(logs["loss"]))
-            self.job.report(loss=self.losses[-1])
+        # The Trainer steps its scheduler next. The job's step counts, not how often this worker did that.
+        more["lr_scheduler"].last_epoch = self.job.step - 1
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
-        control.should_training_stop |= self.job.should_stop
+        if self.job.should_stop or self.job.step >= self.max_steps:
+            control.should_training_stop = True
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
+    ) -> None:
+        # Evaluations and the summary at the end are told here too, without it.
+        if "loss" in more["logs"]:
+            self.losses.append(more["logs"]["loss"])
+            self.job.report(loss=self.losses[-1])
 
 
 def main() -> None:
@@ -62,18 +76,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     flags = parser.parse_args()
 
-    model = Classifier()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    # Joins the job. Model, optimizer and job.step are everybody's from here on.
-    job = eh.attach(model, optimizer, num_samples=BATCH)
-    scheduler.last_epoch = job.step
-
     generator = torch.Generator().manual_seed(0)
     points = torch.randn(1024, 32, generator=generator)
     labels = (points @ torch.randn(32, 4, generator=generator)).argmax(dim=1)
     rows = [{"points": each, "labels": label} for each, label in zip(points, labels, strict=True)]
-    following = Following(job)
+
+    model = Classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=5, num_training_steps=flags.steps)
+    # Joins the job. Model, optimizer and job.step are everybody's from here on.
+    job = eh.attach(model, optimizer, num_samples=BATCH)
+
+    following = Following(job, max_steps=flags.steps)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model,
@@ -83,13 +97,14 @@ def main() -> None:
                 per_device_train_batch_size=BATCH,
                 seed=1 + job.node_rank,  # each node goes through the data in its own order
                 logging_steps=5,
+                logging_first_step=True,
                 report_to="none",
                 save_strategy="no",
                 use_cpu=True,
                 ddp_find_unused_parameters=False,
                 disable_tqdm=True,
             ),
-            train_dataset=rows,  # type: ignore[arg-type, unused-ignore]
+            train_dataset=rows,
             optimizers=(optimizer, scheduler),
             callbacks=[following],
         )

@@ -1,71 +1,36 @@
-"""Every example runs on two nodes of two workers: its loss falls, and all replicas end identical.
-
-Those that need a package which is not one of ours are tested where it is installed; they are not collected
-elsewhere, so that nothing is skipped.
-"""
+"""Every example runs on two nodes of two workers: its loss falls, and all replicas end identical."""
 
 import ast
 import importlib.util
-import os
-import re
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.examples.running import EXAMPLES, WITHIN_S, Ended, node_command, read_ended, start
 from tests.membership.etcd_servers import free_ports
 
-EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-BIN = Path(sys.executable).parent
-WITHIN_S = 240.0
 NUM_NODES = 2
 # Where two workers of a node do nothing that two nodes would not show.
 ONE_SLOT = ("image_classifier", "language_model")
-# An example, and what it needs beside torch.
-NEEDS = {
-    "ddp_in_node": "",
-    "fsdp_in_node": "",
-    "huggingface_trainer": "transformers",
-    "image_classifier": "",
-    "language_model": "",
-    "lightning_module": "lightning",
-    "plain_loop": "",
-}
-HERE = [name for name, package in NEEDS.items() if not package or importlib.util.find_spec(package)]
-ENDED = re.compile(r"rank (\d+): (\d+) steps, loss ([\d.]+) to ([\d.]+), model ([0-9a-f]{12})")
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """What a rank printed at its end."""
-
-    rank: int
-    num_steps: int
-    first_loss: float
-    last_loss: float
-    digest: str
+NAMES = (
+    "ddp_in_node",
+    "fsdp_in_node",
+    "huggingface_trainer",
+    "image_classifier",
+    "language_model",
+    "lightning_module",
+    "plain_loop",
+)
 
 
 def run(commands: Sequence[Sequence[str]], folder: Path) -> list[Ended]:
     """Run these beside each other until all are done. Nothing may be left of them, and none may fail."""
     logs = [folder / f"log-{index}" for index in range(len(commands))]
-    processes = []
-    for command, log in zip(commands, logs, strict=True):
-        with log.open("wb") as out:
-            processes.append(
-                subprocess.Popen(
-                    ["setpriv", "--pdeathsig", "KILL", *command],
-                    stdout=out,
-                    stderr=out,
-                    cwd=folder,
-                    env=os.environ | {"OMP_NUM_THREADS": "1"},
-                )
-            )
+    processes = [start(command, log) for command, log in zip(commands, logs, strict=True)]
     deadline_s = time.monotonic() + WITHIN_S
     try:
         codes = [process.wait(max(0.0, deadline_s - time.monotonic())) for process in processes]
@@ -76,9 +41,7 @@ def run(commands: Sequence[Sequence[str]], folder: Path) -> list[Ended]:
     printed = "\n".join(log.read_text(errors="replace") for log in logs)
     assert codes == [0] * len(commands), printed
     assert "UserWarning" not in printed, printed
-    found = [Ended(int(a), int(b), float(c), float(d), e) for a, b, c, d, e in ENDED.findall(printed)]
-    assert found, printed
-    return sorted(found, key=lambda ended: ended.rank)
+    return read_ended(printed)
 
 
 def check(ended: Sequence[Ended], *, num_ranks: int, steps: int) -> None:
@@ -88,16 +51,12 @@ def check(ended: Sequence[Ended], *, num_ranks: int, steps: int) -> None:
     assert len({each.digest for each in ended}) == 1, ended
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", NAMES)
 def test_example_trains_on_two_nodes_and_its_replicas_end_identical(name: str, tmp_path: Path) -> None:
     steps, slots, (port,) = 48, 1 if name in ONE_SLOT else 2, free_ports(1)
+    nodes = f"{NUM_NODES}:{NUM_NODES}"
     commands = [
-        [
-            *(str(BIN / "hieravg"), "run", "--node-id", node, f"--nnodes={NUM_NODES}:{NUM_NODES}"),
-            *(f"--nproc-per-node={slots}", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=example"),
-            *("--hierarchy", "node=4,global=16", "--metrics-port", "off"),
-            *(str(EXAMPLES / f"{name}.py"), "--steps", str(steps)),
-        ]
+        node_command(name, node=node, nodes=nodes, slots=slots, port=port, steps=steps)
         for node in "ab"[:NUM_NODES]
     ]
     check(run(commands, tmp_path), num_ranks=NUM_NODES * slots, steps=steps)
@@ -113,12 +72,12 @@ def test_the_same_script_runs_alone_and_under_torchrun(name: str, num_ranks: int
 
 
 def test_every_example_is_run_here_and_named_in_the_readme() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == NEEDS.keys()
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(NAMES)
     readme = (EXAMPLES.parent / "README.md").read_text()
-    assert all(f"examples/{name}.py" in readme for name in NEEDS)
+    assert all(f"examples/{name}.py" in readme for name in NAMES)
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize("name", NAMES)
 def test_each_example_is_complete_by_itself(name: str) -> None:
     """It can be copied: it imports nothing from beside it, and begins with how to start it."""
     tree = ast.parse((EXAMPLES / f"{name}.py").read_text())
@@ -127,7 +86,7 @@ def test_each_example_is_complete_by_itself(name: str) -> None:
     assert f"examples/{name}.py" in opening
     imported = {each.module for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)}
     imported |= {alias.name for each in ast.walk(tree) if isinstance(each, ast.Import) for alias in each.names}
-    assert not {str(module).partition(".")[0] for module in imported} & NEEDS.keys()
+    assert not {str(module).partition(".")[0] for module in imported} & set(NAMES)
 
 
 class Place:
