@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 
+from elastic_hieravg.agent.joins import LATE_S
 from elastic_hieravg.agent.node import InPlaceNode
 from elastic_hieravg.agent.telemetry import Telemetry
 from elastic_hieravg.agent.warm_pool import WarmPool
@@ -106,7 +107,7 @@ def starting_warm(pool: WarmPool) -> Iterator[None]:
 
 
 class InPlaceAgent(LocalElasticAgent):
-    """`exit_code` and `reason` say how it ended, once `run` has returned."""
+    """`exit_code` and `reason` say how it ended, once `run` has returned. `is_alone`: nobody else can join."""
 
     def __init__(
         self,
@@ -117,6 +118,7 @@ class InPlaceAgent(LocalElasticAgent):
         start_method: str,
         log_line_prefix_template: str | None,
         grace_s: float,
+        is_alone: bool = False,
     ) -> None:
         super().__init__(
             spec=spec,
@@ -129,6 +131,7 @@ class InPlaceAgent(LocalElasticAgent):
         self.reason = ""
         self._node = node
         self._grace_s = grace_s
+        self._is_alone = is_alone
         self._has_started = False
         self._signals: list[int] = []
         self._last_raised = ""
@@ -161,6 +164,7 @@ class InPlaceAgent(LocalElasticAgent):
             signal.signal(number, lambda received, _: self._signals.append(received))
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
+        self._node.workers_stop()
         self._shutdown(death_sig=signal.SIGTERM, timeout=STOP_TIMEOUT_S)
 
     def _invoke_run(self, role: str = "default") -> RunResult:
@@ -172,6 +176,7 @@ class InPlaceAgent(LocalElasticAgent):
             self._signals.append(exc.sigval)
             self._leave()
             self._stop_workers(self._worker_group)
+            self._tell_end()
             return RunResult(state=WorkerState.UNHEALTHY)
 
     def _run_workers(self) -> RunResult:
@@ -184,6 +189,7 @@ class InPlaceAgent(LocalElasticAgent):
             group.state = result.state
             if self._is_over(result) or (self._signals and self._leave()):
                 self._stop_workers(group)
+                self._tell_end()
                 is_done = result.state is WorkerState.SUCCEEDED
                 # To torch, workers that were stopped in the middle are unhealthy ones.
                 return result if is_done else RunResult(state=WorkerState.UNHEALTHY)
@@ -193,6 +199,7 @@ class InPlaceAgent(LocalElasticAgent):
                     return result
                 self._restart_workers(group)
             else:
+                self._warn_of_late()
                 self._end_hang()
 
     # --- how it ends ------------------------------------------------------------------------------------------
@@ -204,6 +211,9 @@ class InPlaceAgent(LocalElasticAgent):
             raise status.error
         ended = status.ended
         if result.state is WorkerState.SUCCEEDED and (ended is None or ended.is_success):
+            if not self._node.has_joined:
+                self._end_unjoined()
+                return True
             self._node.finish(Closing(True, "training is done"))
             self.exit_code, self.reason = EXIT_DONE, "training is done"
             return True
@@ -223,52 +233,86 @@ class InPlaceAgent(LocalElasticAgent):
         if ended.is_success and (is_running or not self._node.is_done):
             self.exit_code = EXIT_DONE
         elif ended.is_success:
-            self.reason = "the script failed after its training loop"
+            self.reason = f"the script failed after its training loop: {_exits(result)}"
             _log.error("%s", self.reason)
         else:
             self.exit_code = EXIT_DO_NOT_RETRY if ended.is_hopeless else EXIT_FAILED
         return True
+
+    def _end_unjoined(self) -> None:
+        """The workers have ended well, and were never in the job: what they did is in nobody else's model."""
+        if self._is_alone or self._node.nodes_max == 1:
+            self._node.finish(Closing(True, "training is done"))
+            self.exit_code = EXIT_DONE
+            self.reason = "the script ended without calling eh.join(): nothing was averaged"
+            _log.warning("%s", self.reason)
+            return
+        self._give_up(
+            "the script ended without calling eh.join(): every node has trained by itself; "
+            "call eh.join() in the script, or start a script without it with torchrun",
+            is_hopeless=True,
+        )
+
+    def _tell_end(self) -> None:
+        """The last word, once the workers have ended. What went wrong was told when it did."""
+        if self.exit_code == EXIT_LEFT:
+            _log.info("%s; exit code %s", self.reason, EXIT_LEFT)
+        elif self.exit_code == EXIT_DONE and self._node.has_joined:
+            self._node.telemetry.log_end()
 
     def _leave(self) -> bool:
         """Go on purpose. What the node did since the last global round goes along if there is time for it."""
         self.exit_code = EXIT_LEFT
         deadline_s = time.monotonic() + self._grace_s - LEAVE_S - STOP_TIMEOUT_S
         signal_name = signal.Signals(self._signals[0]).name
-        _log.warning("leaving on %s", signal_name)
+        _log.warning("%s received: this node leaves the job, after one more round with the others", signal_name)
         self._node.drain()
         while not self._node.is_drained and time.monotonic() < deadline_s and len(self._signals) < 2:
             self._node.telemetry.looked()
             time.sleep(POLL_S)
-        self.reason = f"left on {signal_name}; what this node did is in the others' models"
-        if not self._node.is_drained:
-            num_steps = self._node.telemetry.steps_since_round()
-            why = f"there was no time for one more round: the {num_steps} steps since the last one are lost"
-            self.reason = f"left on {signal_name}; {why}"
-            _log.warning("%s", why)
+        self.reason = f"left on {signal_name}; {self._what_is_left()}"
         self._node.leave(timeout_s=LEAVE_S)
         return True
+
+    def _what_is_left(self) -> str:
+        """What becomes of this node's work, as it leaves."""
+        node = self._node
+        if node.is_shared:
+            return "what this node did is in the others' models"
+        if not node.is_draining:
+            return "it was not training with the others"
+        if node.is_drained:
+            return "no other node has what this node did since its last round with them"
+        num_steps = node.telemetry.steps_since_round()
+        why = f"no time for one more round in --grace-s ({self._grace_s:g} s); steps lost: {num_steps}"
+        _log.warning("%s", why)
+        return why
 
     def _may_restart(self, result: RunResult) -> bool:
         """Whether the workers start anew. Progress gives back what failures took, unless they are all alike."""
         codes = [failure.exitcode for failure in result.failures.values()]
+        exits = _exits(result)
         if self._node.is_done:
             # Its training is done and in everybody's model: starting anew would train once more.
-            return self._give_up(f"the script failed after its training loop: {codes}", is_hopeless=False)
+            return self._give_up(f"the script failed after its training loop: {exits}", is_hopeless=False)
         raised, spec = self._node.raised, self._worker_group.spec
         is_same = bool(raised) and raised == self._last_raised
         if self._node.has_stepped and not is_same:
             self._remaining_restarts = spec.max_restarts
         self._last_raised = raised
         if EXIT_DO_NOT_RETRY in codes:
-            return self._give_up(f"a worker exited with {EXIT_DO_NOT_RETRY}: do not retry", is_hopeless=True)
+            return self._give_up(f"{exits}; {EXIT_DO_NOT_RETRY} means: do not retry", is_hopeless=True)
         if self._remaining_restarts <= 0:
             # A script that never got as far as to join fails by itself; a node may have its own reasons.
             is_early = not raised and all(code > 0 for code in codes) and self._node.status.newest_number == 0
-            what = raised or f"the workers exited with {codes}; see what they printed"
+            what = raised or f"{exits}; see what was printed above"
             return self._give_up(what, is_hopeless=is_same or is_early)
         self._remaining_restarts -= 1
         _log.warning(
-            "the workers start anew (%s); %s more times without progress", codes, self._remaining_restarts
+            "%s; all workers of this node start anew (restarts left without progress: %s of --max-restarts %s)",
+            exits,
+            self._remaining_restarts,
+            spec.max_restarts,
         )
         why = RestartReason.RAISED if raised else _reason(codes)
         self._node.telemetry.restarted(RestartReason.HUNG if self._has_hung else why)
@@ -279,15 +323,24 @@ class InPlaceAgent(LocalElasticAgent):
         """This node cannot go on. A script that fails in the same way every time fails everywhere, unless it is
         that of a newcomer: others train, and it is this node that differs.
         """
-        _log.error("this node gives up: %s", why)
-        # Of a traceback the last line is the sentence.
-        self.reason = f"this node gives up: {why.strip().splitlines()[-1]}"
         self.exit_code = EXIT_DO_NOT_RETRY if is_hopeless else EXIT_FAILED
+        _log.error("this node stops with exit code %s: %s", self.exit_code, why.strip())
+        self.reason = f"this node stopped: {last_sentence(why)}"
         if is_hopeless and not self._node.is_newcomer:
             self._node.finish(Closing(False, why, is_hopeless=True))
         else:
             self._node.leave(timeout_s=LEAVE_S)
         return False
+
+    def _warn_of_late(self) -> None:
+        late = self._node.late_to_join()
+        if late:
+            _log.warning(
+                "worker %s has run for %.0f s without calling eh.join(): until all workers have, this node is "
+                "not in the job; a script that never calls it trains on every node by itself",
+                ", ".join(map(str, late)),
+                LATE_S,
+            )
 
     def _end_hang(self) -> None:
         """Kill a worker that hangs, after it has told where; what follows is as with any dead worker."""
@@ -296,7 +349,13 @@ class InPlaceAgent(LocalElasticAgent):
             return
         local_rank, process_id, seconds = hung
         self._has_hung = True
-        _log.error("worker %s (process %s) made no step for %.0f s: killed", local_rank, process_id, seconds)
+        _log.error(
+            "worker %s (process %s) made no step for %.0f s: "
+            "it prints where it stands and is killed (--hang-timeout-s)",
+            local_rank,
+            process_id,
+            seconds,
+        )
         with contextlib.suppress(ProcessLookupError):
             os.kill(process_id, STACKS_SIGNAL)
             time.sleep(STACKS_S)
@@ -327,6 +386,36 @@ class RestartingAgent(LocalElasticAgent):
         else:
             self._telemetry.restarted(_reason([failure.exitcode for failure in seen.failures.values()]))
         super()._restart_workers(worker_group)
+
+
+def last_sentence(text: str) -> str:
+    """What a traceback says at its end; all of a text that is none.
+
+    >>> last_sentence("Traceback (most recent call last):\\n  File ...\\nOurError: it broke\\n\\nhint: mend it")
+    'OurError: it broke; hint: mend it'
+    """
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    frames = [index for index, line in enumerate(lines) if line.startswith("  ")]
+    is_traceback = any(line.startswith("Traceback") for line in lines)
+    told = lines[frames[-1] + 1 :] if is_traceback and frames else lines
+    return "; ".join(told or lines[-1:])
+
+
+def _exits(result: RunResult) -> str:
+    """How workers ended, for people."""
+    found = [
+        f"worker {rank} {_exit_text(failure.exitcode)}" for rank, failure in sorted(result.failures.items())
+    ]
+    return ", ".join(found) or "the workers ended"
+
+
+def _exit_text(code: int) -> str:
+    if code >= 0:
+        return f"exited with {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
 
 
 def _reason(codes: list[int]) -> RestartReason:

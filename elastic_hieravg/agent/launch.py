@@ -18,7 +18,7 @@ from elastic_hieravg.agent.restarting import (
     why_not_ready,
     worker_variables,
 )
-from elastic_hieravg.agent.settings import RunSettings
+from elastic_hieravg.agent.settings import Embedded, RunSettings
 from elastic_hieravg.agent.stores import open_store
 from elastic_hieravg.agent.telemetry import HEALTH_S, Telemetry
 from elastic_hieravg.agent.termination import leave_message
@@ -134,6 +134,8 @@ def _run_in_place(
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
         grace_s=settings.grace_s,
+        # A store that only this machine's loopback has is found by no other node.
+        is_alone=isinstance(settings.store, Embedded) and not settings.store.port,
     )
     agent.run()
     leave_message(agent.reason)

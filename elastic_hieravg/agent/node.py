@@ -6,12 +6,14 @@ only while every one of its workers is connected and ready.
 """
 
 import logging
+import math
 import os
 import threading
 import time
 
 from elastic_hieravg.agent.channel import WorkerChannel
 from elastic_hieravg.agent.hangs import AwakeClock, Pulse
+from elastic_hieravg.agent.joins import Joins
 from elastic_hieravg.agent.telemetry import Telemetry
 from elastic_hieravg.config import HIERARCHY_VARIABLE, OWNER_VARIABLE
 from elastic_hieravg.membership.decisions import Policy, View
@@ -40,6 +42,8 @@ from elastic_hieravg.membership.snapshot_files import Owner, remove_of, remove_s
 from elastic_hieravg.plan import change_text, difference
 
 POLL_S = 1.0
+# What this node waits for is told once it has waited for so long.
+WAITING_TOLD_S = 3.0
 CLOSE_TIMEOUT_S = 10.0
 # Nobody watches the store of the groups.
 GROUPS_HISTORY_MAX = 100
@@ -77,6 +81,9 @@ class InPlaceNode:
         self._is_draining = False
         self._raised = ""
         self._has_stepped = self._has_ever_stepped = False
+        self._joins = Joins(candidate.slots)
+        self._is_stopping = self._is_leaving = self._is_loss_told = False
+        self._waiting = ("", 0.0)
         self._first_steps: dict[int, int] = {}
         self.done_s = 0.0
         self._told = 0
@@ -117,9 +124,29 @@ class InPlaceNode:
             self._pids.clear()
             self._pulses.clear()
             self._raised, self._has_stepped = "", False
+            self._is_stopping = self._is_loss_told = False
+            self._joins.start(self._clock.read(time.monotonic()))
             self._first_steps.clear()
             if not is_first:
                 self._renew()
+
+    def workers_stop(self) -> None:
+        """The workers are asked to end: that they do is no news."""
+        self._is_stopping = True
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether any worker has ever called `eh.join()`, or `eh.attach()`."""
+        return self._joins.has_any
+
+    def late_to_join(self) -> tuple[int, ...]:
+        """The local ranks that run for long and have not joined; once."""
+        with self._lock:
+            return self._joins.late(self._clock.read(time.monotonic()))
+
+    @property
+    def nodes_max(self) -> int:
+        return (self.status.bounds or self._policy.job.bounds).nodes_max
 
     @property
     def is_done(self) -> bool:
@@ -176,12 +203,22 @@ class InPlaceNode:
             self._membership.ask_round()
 
     @property
+    def is_draining(self) -> bool:
+        """Whether there is something for the others to have, and they were asked for a round with it."""
+        return self._is_draining
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether everything this node did is in the others' models."""
+        return len(self._drained) == self._slots
+
+    @property
     def is_drained(self) -> bool:
         """Whether everything this node did is in the others' models, or nothing can be."""
         status = self._membership.status
         is_in = status.is_listed and status.adopted is not None and bool(self._entered)
         is_alone = status.adopted is not None and len(status.adopted.generation.members) == 1
-        return not is_in or is_alone or len(self._drained) == self._slots
+        return not is_in or is_alone or self.is_shared
 
     def change_bounds(self, bounds: Bounds) -> None:
         """Have the job run with other bounds from now on, for everybody."""
@@ -189,6 +226,8 @@ class InPlaceNode:
 
     def leave(self, *, timeout_s: float) -> bool:
         """Go on purpose; True once a generation without this node is written, or nobody is left to."""
+        # Its workers end next: it does not come back as another incarnation.
+        self._is_leaving = True
         if self.status.num_others == 0:
             return True
         return self._membership.leave(timeout_s=timeout_s)
@@ -228,6 +267,7 @@ class InPlaceNode:
         """What a worker says of itself, that nobody else needs to know."""
         match message:
             case Hello():
+                self._joins.join(local_rank)
                 self._pids[local_rank] = process_id
                 self.telemetry.worker_came(local_rank, process_id)
             case Progress(step, is_excused):
@@ -252,9 +292,14 @@ class InPlaceNode:
         with self._lock:
             if self._pids.get(local_rank) != process_id or local_rank in self._done:
                 return
-            _log.warning("worker %s (process %s) is gone", local_rank, process_id)
+            if not self._is_stopping and not self._is_loss_told:
+                # torch ends the others with the first; that is the news.
+                self._is_loss_told = True
+                _log.warning(
+                    "worker %s (process %s) has ended before its training was done", local_rank, process_id
+                )
             self._pids.pop(local_rank)
-            if self._ready:
+            if self._ready and not self._is_leaving:
                 self._ready.clear()
                 self._entered.clear()
                 self._renew()
@@ -284,7 +329,9 @@ class InPlaceNode:
                     offer = StoreOffer(generation.number, self._address, self._groups.port)
                     self._membership.offer_store(offer)
             case Fenced():
-                _log.warning("this node was taken out of the job while it lives; it joins again")
+                _log.warning(
+                    "the others did not hear from this node in time and took it out of the job; it joins again"
+                )
                 with self._lock:
                     self._told = 0
                     self._entered.clear()
@@ -294,9 +341,14 @@ class InPlaceNode:
             case Failed(error):
                 self._channel.tell(Stop(False, str(error)))
             case StoreAway(why):
-                _log.warning("the store is away, training goes on: %s", why, extra={"reason": why})
+                _log.warning(
+                    "the store does not answer; training goes on, "
+                    "but no node can join or leave until it does: %s",
+                    why,
+                    extra={"reason": why},
+                )
             case StoreBack():
-                _log.warning("the store is back")
+                _log.warning("the store answers again")
             case Warned(text):
                 _log.warning("%s", text)
 
@@ -309,17 +361,31 @@ class InPlaceNode:
         if before is not None:
             change = difference(before.plan, adopted.plan, keys=before.keys)
             _log.info("%s", change_text(change))
-        for note in adopted.plan.notes:
+        known = before.plan.notes if before else ()
+        for note in (each for each in adopted.plan.notes if each not in known):
             _log.info("generation %s: %s", generation.number, note.reason)
         if generation.hold:
             hold = {"reason": generation.hold}
-            _log.warning("generation %s: training pauses: %s", generation.number, generation.hold, extra=hold)
+            _log.warning("training pauses in generation %s: %s", generation.number, generation.hold, extra=hold)
 
     def _follow(self) -> None:
         """Tell the workers of a generation as soon as its group store is known."""
         while not self._closed.is_set():
             if self._membership.wait(self._is_new, timeout_s=POLL_S):
                 self._tell(self._membership.status)
+            self._log_waiting(time.monotonic())
+
+    def _log_waiting(self, now_s: float) -> None:
+        """Say once, after a moment, what a node waits for that is in no generation."""
+        status = self._membership.status
+        reason, since_s = self._waiting
+        if status.is_listed or status.ended is not None or status.error is not None:
+            self._waiting = ("", math.inf)
+        elif status.decision.reason != reason:
+            self._waiting = (status.decision.reason, now_s)
+        elif now_s > since_s + WAITING_TOLD_S:
+            self._waiting = (reason, math.inf)
+            _log.info("this node waits: %s", reason)
 
     def _is_new(self, status: Status) -> bool:
         adopted, offer = status.adopted, status.offer

@@ -114,6 +114,7 @@ def run_restarting(spec: WorkerSpec, config: LaunchConfig, telemetry: Telemetry)
         leave_message(str(exc))
         return EXIT_FAILED
     leave_message("training is done")
+    telemetry.log_end()
     return EXIT_DONE
 
 

@@ -22,6 +22,7 @@ from elastic_hieravg.membership.messages import Adopted, Fenced, Notice
 from elastic_hieravg.membership.records import Bounds, Job, Kind, StoreOffer
 from elastic_hieravg.membership.service import Status, StoreAway, StoreBack
 from elastic_hieravg.metrics import catalogue as names
+from elastic_hieravg.metrics.attention import span_text
 from elastic_hieravg.metrics.board import Board
 from elastic_hieravg.metrics.catalogue import Cause, RestartReason
 from elastic_hieravg.metrics.endpoint import (
@@ -102,7 +103,7 @@ class Telemetry:
         self._pace = Pace()
         self._plan: Plan | None = None
         self._is_store_up = True
-        self._looked_s = clock()
+        self._began_s = self._looked_s = clock()
         self.is_meeting = False
         self._port = 0
         self._endpoint: Endpoint | None = None
@@ -362,6 +363,11 @@ class Telemetry:
             # `last` may be a round that failed; then the steps before it count too, and are not known here.
             lasts = [(samples, samples.rounds.get(widest)) for samples in told]
             return max((samples.step - (last.step if last else 0) for samples, last in lasts), default=0)
+
+    def log_end(self) -> None:
+        """The last word of a job that is done."""
+        took = span_text(self._clock() - self._began_s)
+        _log.info("training is done at step %s; this node was part of it for %s", self._facts.step, took)
 
     def _why_not_healthy(self) -> str:
         silent_s = 0.0 if self.is_meeting else self._clock() - self._looked_s
