@@ -24,7 +24,7 @@ class Cause(StrEnum):
     RECOVERY = "recovery"  # it waited at a boundary for the next generation, or was started anew
     AVERAGING = "averaging"  # it was in a round
     STRAGGLER = "straggler"  # it was in a round, and waited for somebody who came later
-    QUIET = "quiet"  # it had said so: evaluation, checkpoints
+    QUIET = "quiet"  # it had said so: evaluation, checkpoints; or its loop had ended
 
 
 class Link(StrEnum):

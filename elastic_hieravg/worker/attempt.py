@@ -104,13 +104,17 @@ class RestartedAverager:
 
         `PeerLostError` if a rank is lost: let it end this process.
         """
-        engine, num_samples = self._engine, float(num_samples)
+        num_samples = float(num_samples)
         if not 0 <= num_samples < math.inf:
             raise MembershipError(
                 Problem(f"a step was made over {num_samples} samples", "give a number of samples, 0 or more")
             )
-        engine.count(num_samples)
         self._tally.step(num_samples)
+        self._advance(num_samples)
+
+    def _advance(self, num_samples: float) -> None:
+        engine = self._engine
+        engine.count(num_samples)
         if engine.is_due:
             self._run(engine.due_level())
         elif self._is_alone and engine.step_count % self._period_steps == 0:
@@ -150,6 +154,7 @@ class RestartedAverager:
     def finish(self) -> None:
         """The training loop has ended: have the last global round with everybody."""
         self._is_ending = True
+        self._tally.resume(Cause.QUIET)
         deadline_s = time.monotonic() + END_WAIT_S
         while not self._is_ended:
             if time.monotonic() > deadline_s:
@@ -160,8 +165,9 @@ class RestartedAverager:
                 self._is_ended = True
                 self._keep()
                 return
-            # An empty step: those who still train are on their way to the same round.
-            self.step(num_samples=0)
+            # An empty step, no part of what is measured: who still trains is on the way to the same round.
+            self._tally.resume(Cause.AVERAGING)
+            self._advance(0.0)
 
     def close(self) -> None:
         self._engine.close()

@@ -57,7 +57,6 @@ class ElasticAverager:
         self._tally = tally or Tally()
         self._observe = observe
         self._keeper = keeper
-        self._keep_step: float = math.inf
         self._optimizer = optimizer
         self._tell = tell
         self._on_change = on_change
@@ -96,13 +95,16 @@ class ElasticAverager:
             raise ParametersError(
                 Problem(f"a step was made over {num_samples} samples", "give a number of samples, 0 or more")
             )
+        self._tally.step(num_samples)
+        self._advance(num_samples)
+
+    def _advance(self, num_samples: float) -> None:
         with self._counting:
             self._engine.count(num_samples)
-        self._tally.step(num_samples)
         if self._boundary.has_news or self._engine.is_due:
             with self._boundary.busy():
                 self._at_boundary()
-        if self._engine.step_count >= self._keep_step:
+        if self._keeper is not None and self._engine.step_count >= self._keeper.next_step:
             self._keep()
 
     def register_hook(self, ddp_model: nn.parallel.DistributedDataParallel) -> None:
@@ -157,6 +159,7 @@ class ElasticAverager:
     def finish(self) -> None:
         """The training loop has ended: have the last global round with everybody."""
         self._is_ending = True
+        self._tally.resume(Cause.QUIET)
         self._gradients.end()
         deadline_s, num_committed = time.monotonic() + END_WAIT_S, self.num_committed
         while not self._is_ended and self._boundary.stopped is None:
@@ -175,8 +178,9 @@ class ElasticAverager:
                 with self._boundary.busy():
                     self._wait(lambda: not self._must_wait(), timeout_s=RETRY_WAIT_S, can_enter=True)
             else:
-                # An empty step: those who still train are on their way to the same round.
-                self.step(num_samples=0)
+                # An empty step, no part of what is measured: who still trains is on the way to the same round.
+                self._tally.resume(Cause.AVERAGING)
+                self._advance(0.0)
 
     def close(self) -> None:
         self.generations.close()
@@ -325,16 +329,13 @@ class ElasticAverager:
         self._owes_round = entry.is_round_wanted and bool(engine.plan.levels)
         if not engine.plan.levels:
             self._holds_model, self._lost_round = True, False
-        self._keep_step = math.inf if engine.plan.levels else engine.step_count
+        if self._keeper is not None:
+            self._keeper.next_step = math.inf if engine.plan.levels else engine.step_count
 
     def _keep(self) -> None:
-        """Keep a snapshot while no other node has the model."""
-        engine, keeper = self._engine, self._keeper
-        if keeper is not None and len(engine.plan.topology.nodes) == 1:
-            keeper.keep(step=engine.step_count, generation=self._number)
-            self._keep_step = math.inf if engine.plan.levels else engine.step_count + keeper.period_steps
-        else:
-            self._keep_step = math.inf
+        if self._keeper is not None:
+            plan, step = self._engine.plan, self._engine.step_count
+            self._keeper.keep_if_only(plan, step=step, generation=self._number)
 
     def _role(self) -> Role:
         engine = self._engine

@@ -6,6 +6,7 @@ it.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from elastic_hieravg.errors import HierAvgError
+from elastic_hieravg.plan import Plan
 from elastic_hieravg.worker.snapshots import Kept, Moment, SnapshotFile, read_snapshots
 
 # So much of the time may go into keeping: after a slow one there is a pause.
@@ -23,7 +25,9 @@ _log = logging.getLogger(__name__)
 
 
 class Keeper:
-    """`period_steps`: how often a rank that is alone keeps; it has no rounds to go by."""
+    """`period_steps`: how often a rank that is alone keeps; it has no rounds to go by. `next_step`: when it is
+    to keep the next time.
+    """
 
     def __init__(
         self,
@@ -41,6 +45,7 @@ class Keeper:
         self._again_s = clock()
         self._has_warned = self._has_given_up = False
         self.period_steps = period_steps
+        self.next_step: float = math.inf
 
     def restore(self) -> int | None:
         """Have the newest snapshot of this model, if there is one; the step it was taken after."""
@@ -55,6 +60,13 @@ class Keeper:
             return None
         _log.info("found the snapshot of step %s; it counts if nobody has the model", found.state.moment.step)
         return found.state.moment.step
+
+    def keep_if_only(self, plan: Plan, *, step: int, generation: int) -> None:
+        """Keep a snapshot while no other node has the model."""
+        self.next_step = math.inf
+        if len(plan.topology.nodes) == 1:
+            self.keep(step=step, generation=generation)
+            self.next_step = math.inf if plan.levels else step + self.period_steps
 
     def keep(self, *, step: int, generation: int) -> None:
         began_s = self._clock()

@@ -11,9 +11,11 @@ from torch import nn
 from torch.distributed import HashStore
 
 from elastic_hieravg.averaging.averager import HierarchicalAverager
+from elastic_hieravg.averaging.header import Agreement
 from elastic_hieravg.averaging.mesh import lost
 from elastic_hieravg.errors import MembershipError, PeerLostError
-from elastic_hieravg.events import RoundDone
+from elastic_hieravg.events import Outcome, RoundDone
+from elastic_hieravg.metrics import catalogue as names
 from elastic_hieravg.metrics.tally import Tally
 from elastic_hieravg.plan import Hierarchy, Node, Plan, PlannedLevel, Topology, fit
 from elastic_hieravg.worker.attempt import RestartedAverager
@@ -33,10 +35,27 @@ class LonelyEngine(HierarchicalAverager):
         raise lost("rank 1 (b/0)", "its connection ended")
 
 
+class SociableEngine(HierarchicalAverager):
+    """A rank of two whose peer always comes."""
+
+    def _build_missing(self, plan: Plan, *_: object) -> dict:  # type: ignore[type-arg]
+        return {}
+
+    def run(
+        self, level: PlannedLevel, *, holds_model: bool = True, is_ending: bool = False
+    ) -> RoundDone | None:
+        self.agreed = Agreement((0.5, 0.5), self.step_count, (), is_ending=is_ending)
+        self._done(level, self.agreed)
+        return RoundDone(level.name, self.step_count, Outcome.COMMITTED)
+
+
 @pytest.fixture
 def make(tmp_path: Path) -> MakeAverager:
     def make_averager(
-        *node_ids: str, engine: type[HierarchicalAverager] = HierarchicalAverager, agent_wait_s: float = 0.0
+        *node_ids: str,
+        engine: type[HierarchicalAverager] = HierarchicalAverager,
+        agent_wait_s: float = 0.0,
+        tally: Tally | None = None,
     ) -> RestartedAverager:
         model = nn.Linear(3, 2)
         plan = fit(Hierarchy.parse(f"global={PERIOD}"), Topology([Node(node_id, 1) for node_id in node_ids]))
@@ -48,7 +67,7 @@ def make(tmp_path: Path) -> MakeAverager:
             addresses={},
             period_steps=PERIOD,
             agent_wait_s=agent_wait_s,
-            tally=Tally(),
+            tally=tally or Tally(),
         )
 
     return make_averager
@@ -110,3 +129,16 @@ def test_a_step_over_no_number_of_samples_is_refused(make: MakeAverager, node_id
     for num_samples in (-1, float("nan"), float("inf")):
         with pytest.raises(MembershipError, match="give a number of samples"):
             averager.step(num_samples)
+
+
+def test_empty_steps_lead_to_the_end_and_are_not_counted_as_work(make: MakeAverager) -> None:
+    tally = Tally()
+    averager = make("a", "b", engine=SociableEngine, tally=tally)
+    averager.step(8)
+    before = tally.samples(rank=0, generation=0, step=0, state="", values={}).counters
+    averager.finish()
+    assert averager.is_ended
+    assert averager.step_count == PERIOD
+    after = tally.samples(rank=0, generation=0, step=0, state="", values={}).counters
+    for name in (names.STEPS, names.SAMPLES, names.PRODUCTIVE_SECONDS):
+        assert after[name, ()] == before[name, ()] > 0
