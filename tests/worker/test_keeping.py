@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from elastic_hieravg.config import WorkerPlace
 from elastic_hieravg.errors import ParametersError, Problem
+from elastic_hieravg.membership.local import FromWorker, Ready, Stop
+from elastic_hieravg.worker import job as job_module
 from elastic_hieravg.worker.keeping import TIME_SHARE_MAX, Keeper
 from elastic_hieravg.worker.snapshots import Kept, SnapshotFile, read_newest
 
@@ -124,3 +127,34 @@ def test_a_snapshot_that_does_not_load_is_none(
     monkeypatch.setattr(Kept, "restore", refuse)
     assert make()[1].restore() is None
     assert "the snapshot of step 32 cannot be taken: it does not fit" in caplog.text
+
+
+def test_a_worker_has_its_snapshot_before_it_says_anything(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its way into the job begins with the word that it is ready: then others hear of its step and model."""
+    kept, keeper = make()
+    keeper.keep(step=32, generation=1)
+    model = nn.Linear(3, 2)
+    job = job_module.Job(WorkerPlace(socket="nowhere", hierarchy="global=16", run_id="job", owner="1.1.1"))
+    found: list[tuple[int, bool]] = []
+
+    class Link:
+        """The agent's end: it ends the job as soon as the worker is ready."""
+
+        num_dropped = 0
+
+        def send(self, message: FromWorker) -> None:
+            if isinstance(message, Ready):
+                found.append((job.step, torch.equal(model.weight, kept.weight)))
+                job._told(Stop(is_success=True, reason="told by the test"))
+
+        offer = send
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(job_module, "AgentLink", lambda *_, **__: Link())
+    monkeypatch.setattr(job_module, "path_of", lambda **_: tmp_path / "kept")
+    with pytest.raises(SystemExit), job:
+        job.averager(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert found == [(32, True)]
