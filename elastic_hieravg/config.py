@@ -88,7 +88,9 @@ def read_labels(text: str, *, of: str) -> dict[str, str]:
             )
         if key in labels:
             raise UsageError(
-                Problem(f"{of!r} has the label {key} twice: {labels[key]} and {value}", "write it once")
+                Problem(
+                    f"{of!r} has the label {key} twice: {labels[key]} and {value}", "write every label once"
+                )
             )
         labels[key] = value
     return labels
@@ -124,7 +126,7 @@ def read_nodes_file(path: Path) -> list[Node]:
 
 
 def _read_nodes_document(path: Path) -> object:
-    text = _read_bounded(path, bytes_max=NODES_FILE_BYTES_MAX, kind="JSON file of nodes")
+    text = _read_bounded(path, bytes_max=NODES_FILE_BYTES_MAX, kind="JSON file of nodes in --nodes-file")
     try:
         return parse_json(text, where=str(path))
     except DocumentError as exc:
@@ -150,8 +152,8 @@ def read_node_labels(
     for flag in flags:
         for key, value in read_labels(flag, of=flag).items():
             if given.setdefault(key, value) != value:
-                message = f"the label {key} is given twice: {given[key]} and {value}"
-                raise UsageError(Problem(message, "give it once"))
+                message = f"--label gives {key} twice: {given[key]} and {value}"
+                raise UsageError(Problem(message, "give every label once"))
     return found | given
 
 
@@ -161,7 +163,9 @@ def host_name() -> str:
 
 
 def _read_labels_file(path: Path) -> dict[str, str]:
-    content = _read_bounded(path, bytes_max=LABELS_FILE_BYTES_MAX, kind="file of labels")
+    content = _read_bounded(
+        path, bytes_max=LABELS_FILE_BYTES_MAX, kind=f"file of labels in {LABELS_FILE_VARIABLE}"
+    )
     found: dict[str, str] = {}
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
@@ -200,7 +204,7 @@ def _read_bounded(path: Path, *, bytes_max: int, kind: str) -> str:
             Problem(f"{path} cannot be read: {exc.strerror}", f"give the path of a {kind}")
         ) from exc
     except UnicodeDecodeError as exc:
-        raise UsageError(Problem(f"{path} is not text: {exc}", f"give the path of a {kind} in UTF-8")) from exc
+        raise UsageError(Problem(f"{path} is not text: {exc}", f"give the path of a UTF-8 {kind}")) from exc
     if len(content) > bytes_max:
         raise UsageError(Problem(f"{path} is larger than {bytes_max} bytes", "check that it is the right file"))
     return text
@@ -208,19 +212,51 @@ def _read_bounded(path: Path, *, bytes_max: int, kind: str) -> str:
 
 def read_secret(path: Path) -> str:
     """A password out of a file, without the newline that editors leave at the end."""
-    secret = _read_bounded(path, bytes_max=SECRET_BYTES_MAX, kind="file with a password").rstrip("\r\n")
+    kind = "file with a password as password_file in --rdzv-conf"
+    secret = _read_bounded(path, bytes_max=SECRET_BYTES_MAX, kind=kind).rstrip("\r\n")
     if not secret:
-        raise UsageError(Problem(f"{path} is empty", "write the password into it"))
+        raise UsageError(Problem(f"{path}, the password_file, is empty", "write the password into it"))
     return secret
 
 
 def read_nnodes_file(path: Path) -> tuple[int, int]:
     """The least and the most nodes of a job, written as `--nnodes` is: MIN:MAX, or one number for both."""
-    text = _read_bounded(path, bytes_max=NNODES_FILE_BYTES_MAX, kind="file with MIN:MAX").strip()
+    kind = "file with MIN:MAX in --nnodes-file"
+    text = _read_bounded(path, bytes_max=NNODES_FILE_BYTES_MAX, kind=kind).strip()
+    return _nnodes(text, told=f"{path}, given as --nnodes-file, has")
+
+
+def read_nnodes(text: str) -> tuple[int, int]:
+    """Read --nnodes: MIN:MAX, or one number for both.
+
+    >>> read_nnodes("1:4")
+    (1, 4)
+    """
+    return _nnodes(text, told="--nnodes is")
+
+
+def _nnodes(text: str, *, told: str) -> tuple[int, int]:
     match = _NNODES.fullmatch(text)
     if match is None:
-        raise UsageError(Problem(f"{path} has {text[:40]!r}", "write MIN:MAX nodes into it, for example 2:4"))
+        hint = "write MIN:MAX, the smallest and the largest number of nodes, for example 2:4"
+        raise UsageError(Problem(f"{told} {text[:40]!r}", hint))
     return int(match[1]), int(match[2] or match[1])
+
+
+def read_conf(text: str) -> dict[str, str]:
+    """Read --rdzv-conf, key=value,key=value, as torchrun does.
+
+    >>> read_conf("join_timeout=600, cacert=ca.pem")
+    {'join_timeout': '600', 'cacert': 'ca.pem'}
+    """
+    found = {}
+    for pair in text.split(",") if text.strip() else []:
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if not key or not equals:
+            hint = "write key=value, with commas between several, for example join_timeout=600"
+            raise UsageError(Problem(f"--rdzv-conf has {pair!r}", hint))
+        found[key] = value
+    return found
 
 
 def termination_file() -> str:
@@ -245,7 +281,10 @@ def read_modules(text: str, *, flag: str) -> tuple[str, ...]:
     wrong = [name for name in names if not all(part.isidentifier() for part in name.split("."))]
     if wrong:
         raise UsageError(
-            Problem(f"{flag} is {text!r}: {wrong[0]!r} is no module", "write torch, or torch,my.module")
+            Problem(
+                f"{flag} is {text!r}, and {wrong[0]!r} is not the name of a module",
+                "write torch, or torch,my.module",
+            )
         )
     return names
 
@@ -261,8 +300,8 @@ def read_params(text: str) -> int:
     if not 1 <= number <= _PARAMS_MAX:
         raise UsageError(
             Problem(
-                f"{text!r} is not a number of parameters",
-                "write a number from 1 to 1000T with K, M, B or T after it, for example 125M or 1.3B",
+                f"--params is {text!r}",
+                "write how many parameters, 1 to 1000T, with K, M, B or T after it, for example 125M or 1.3B",
             )
         )
     return number
@@ -372,8 +411,8 @@ def read_worker_place(environment: Mapping[str, str] | None = None) -> WorkerPla
         found = {name: variables.get(name) for name in (*wrong, "MASTER_ADDR")}
         raise UsageError(
             Problem(
-                f"{TORCHRUN_VARIABLE} is set, as torchrun does, but not what belongs to it: {found}",
-                "start the workers with torchrun or `hieravg run`, or take that variable away",
+                f"{TORCHRUN_VARIABLE} is set, as by torchrun, but variables that come with it are not: {found}",
+                "start the workers with torchrun or `hieravg run`, or unset that variable",
             )
         )
     rank, world_size, local_rank, local_world_size, group_rank, restart_count = (

@@ -78,18 +78,24 @@ def read_run_settings(
     flags: Namespace, *, nodes_min: int, nodes_max: int, slots: int, conf: Mapping[str, object]
 ) -> RunSettings:
     """`flags` are those of `hieravg run`, as its parser gives them."""
-    texts = {key: str(value) for key, value in conf.items() if key not in IGNORED}
+    # torch adds a rank for its static backend, which is refused below.
+    ignored = (*IGNORED, "rank") if flags.rdzv_backend == "static" else IGNORED
+    texts = {key: str(value) for key, value in conf.items() if key not in ignored}
     problems: list[Problem] = [
-        Problem(f"--rdzv-conf has {key}", f"say it with {FLAGS[key]}") for key in texts if key in FLAGS
+        Problem(f"--rdzv-conf has {key}, which is a flag of its own", f"give {FLAGS[key]} instead")
+        for key in texts
+        if key in FLAGS
     ]
     texts = {key: value for key, value in texts.items() if key not in FLAGS}
     problems += key_problems(texts)
     given = {name: getattr(flags, name) for name in ("lease_ttl_s", "grace_s", "hang_timeout_s")}
     numbers = texts | {name: str(value) for name, value in given.items() if value is not None}
     read = {
-        "lease_ttl_s": seconds_of(numbers, "lease_ttl_s", 0.0, at_least=LEASE_TTL_MIN_S),
-        "grace_s": seconds_of(numbers, "grace_s", 0.0, at_least=0.0),
-        "hang_timeout_s": seconds_of(numbers, "hang_timeout_s", 0.0, at_least=HANG_TIMEOUT_MIN_S),
+        "lease_ttl_s": seconds_of(numbers, "lease_ttl_s", 0.0, at_least=LEASE_TTL_MIN_S, shown="--lease-ttl-s"),
+        "grace_s": seconds_of(numbers, "grace_s", 0.0, at_least=0.0, shown="--grace-s"),
+        "hang_timeout_s": seconds_of(
+            numbers, "hang_timeout_s", 0.0, at_least=HANG_TIMEOUT_MIN_S, shown="--hang-timeout-s"
+        ),
         "join_timeout": seconds_of(numbers, "join_timeout", JOIN_TIMEOUT_S, at_least=1.0),
         "last_call_timeout": seconds_of(numbers, "last_call_timeout", LAST_CALL_TIMEOUT_S, at_least=0.0),
     }
@@ -161,7 +167,7 @@ def _store(flags: Namespace, texts: Mapping[str, str], *, nodes_max: int) -> Emb
         raise UsageError(
             Problem(
                 f"--rdzv-backend is {flags.rdzv_backend}",
-                f"take {EMBEDDED}, the store of the first agent, or {ETCD}",
+                f"take {EMBEDDED}, where the first node serves the store, or {ETCD}",
             )
         )
     if flags.standalone or (not flags.rdzv_endpoint and nodes_max == 1):
@@ -178,7 +184,7 @@ def _endpoint(text: str, flag: str) -> tuple[str, int]:
         raise UsageError(
             Problem(
                 f"--rdzv-endpoint is {flag!r}",
-                "give the first node's address, the same on every node: host:port; or --standalone",
+                "give host:port of the first node, the same on every node, or --standalone for one node alone",
             )
         )
     return host.strip("[]"), int(port)
@@ -193,8 +199,8 @@ def _job(flags: Namespace, *, nodes_min: int, nodes_max: int) -> Job:
     if mode is None:
         problems.append(Problem(f"--membership is {flags.membership}", f"take {' or '.join(Mode)}"))
     if mode is Mode.RESTART and flags.nnodes_file:
-        hint = "give --nnodes there; its bounds stay as they are"
-        problems.append(Problem("--nnodes-file is not for --membership restart", hint))
+        hint = "give --nnodes instead; with restart it cannot change while the job runs"
+        problems.append(Problem("--nnodes-file cannot be used with --membership restart", hint))
     warmup_steps = gather(lambda: read_steps(str(flags.warmup_steps), flag="--warmup-steps"), problems)
     hierarchy = gather(lambda: Hierarchy.parse(flags.hierarchy), problems)
     raise_if_any(UsageError, problems)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from elastic_hieravg import __version__
 from elastic_hieravg.cli import demo, doctor, plan, run, status
+from elastic_hieravg.cli.parsing import Parser
 from elastic_hieravg.errors import HierAvgError, InputError
 
 EXIT_FAILED = 1
@@ -26,13 +27,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"hieravg {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands: argparse._SubParsersAction[argparse.ArgumentParser] = parser.add_subparsers(
+        title="commands", metavar="COMMAND", required=True, parser_class=Parser
+    )
     plan.add_parser(commands)
     run.add_parser(commands)
     status.add_parser(commands)
     demo.add_parser(commands)
     doctor.add_parser(commands)
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given:
+        parser.print_help(sys.stderr)
+        return EXIT_USAGE
     try:
         if given[:1] == ["run"]:
             return run.main(given[1:])
@@ -40,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HierAvgError as exc:
         print(f"hieravg: {exc}", file=sys.stderr)
         return EXIT_USAGE if isinstance(exc, InputError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        print("hieravg: stopped by Ctrl-C", file=sys.stderr)
+        return EXIT_FAILED
     except BrokenPipeError:
         # The reader (`head`, a pager) has what it wanted. Python would complain once more when it
         # flushes stdout at exit, so that goes nowhere.

@@ -34,9 +34,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "demo",
         help="see a job survive on this machine: nodes are killed, frozen, added, asked to leave",
-        description="Train a small model on three nodes that are processes of this machine. One node is killed "
-        "and comes back, another freezes, a fourth joins, one is asked to leave. At the end: the facts, and a "
-        "picture of it.",
+        description="Train a small model on three nodes that are processes of this machine. One node is\n"
+        "killed and comes back, another freezes, a fourth joins, one is asked to leave. At the end: the\n"
+        "facts, and a picture of it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -107,7 +107,7 @@ def _make_folder(given: Path | None) -> Path:
         is_empty = not any(given.iterdir())
     except OSError as exc:
         message = f"--folder is {given}, which cannot be used: {exc.strerror}"
-        raise UsageError(Problem(message, "give a folder that can be made")) from exc
+        raise UsageError(Problem(message, "give a new folder where this user may write")) from exc
     if not is_empty:
         raise UsageError(
             Problem(f"--folder is {given}, which is not empty", "give one that does not exist yet")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from elastic_hieravg import config
 from elastic_hieravg.cli.run import _add_flags as add_flags_of_run
+from elastic_hieravg.cli.run import known_variables
 from elastic_hieravg.errors import Problem, UsageError
 
 if TYPE_CHECKING:
@@ -71,12 +72,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(flags: argparse.Namespace) -> int:
-    if flags.listen:
-        if flags.peer or flags.json:
-            other = "--peer" if flags.peer else "--json"
-            raise UsageError(
-                Problem(f"--listen with {other}", "ask from another node than the one that listens")
-            )
+    if flags.listen is not None:
+        if flags.peer is not None or flags.json:
+            other = "--json" if flags.peer is None else "--peer"
+            hint = f"give {other} on another node, not on the one that listens"
+            raise UsageError(Problem(f"--listen and {other} cannot be used together", hint))
         return _listen(flags.listen)
     from elastic_hieravg.doctor.examination import examine, real_probes  # noqa: PLC0415
     from elastic_hieravg.doctor.findings import Severity, count, document  # noqa: PLC0415
@@ -93,22 +93,13 @@ def run(flags: argparse.Namespace) -> int:
             flags, environment=config.environment(), known_flags=known_variables(), probes=real_probes()
         )
     except KeyboardInterrupt:
-        _say("ended before it was done")
+        _say("stopped by Ctrl-C; not everything was looked at")
         return EXIT_PROBLEMS
     if flags.json:
         print(json.dumps(document(sections), indent=2))
     else:
         _print(lines(sections))
     return EXIT_PROBLEMS if count(sections, Severity.PROBLEM) else EXIT_WELL
-
-
-def known_variables() -> set[str]:
-    """The variables that something of ours reads."""
-    parser = argparse.ArgumentParser(add_help=False)
-    add_flags_of_run(parser)
-    ours = {f"HIERAVG_{action.dest.upper()}" for action in parser._actions}  # noqa: SLF001
-    named = {value for name, value in vars(config).items() if name.endswith("_VARIABLE")}
-    return ours | named
 
 
 def _variable(flag: str) -> str:
@@ -149,7 +140,7 @@ def _listen(text: str) -> int:
         server = socket.create_server(("", port), family=family, dualstack_ipv6=has_both)
     except OSError as exc:
         raise UsageError(
-            Problem(f"port {port} cannot be listened at: {exc.strerror}", "give another one")
+            Problem(f"--listen is {port}, which cannot be listened at: {exc.strerror}", "give another port")
         ) from exc
     with server:
         _say(f"listening at port {port} of all addresses; ask with: hieravg doctor --peer HOST:{port}")

@@ -85,7 +85,7 @@ def run(flags: argparse.Namespace) -> int:
     model_bytes = read_params(flags.params) * BYTES_PER_PARAM if flags.params is not None else None
     told = tell(flags)
     if isinstance(told, Misfit):
-        print(f"hieravg: the job would hold: {told.reason}\n\nhint: {told.hint}", file=sys.stderr)
+        print(f"hieravg: the job would pause: {told.reason}\n\nhint: {told.hint}", file=sys.stderr)
         return 1
     if flags.json:
         print(json.dumps(document(told, model_bytes=model_bytes), indent=2))
@@ -102,7 +102,9 @@ def tell(flags: argparse.Namespace) -> Story | Misfit:
     if flags.nodes_file is not None:
         nodes += read_nodes_file(flags.nodes_file)
     if not nodes:
-        raise UsageError(Problem("there are no nodes", f"give --node {NODE_FORM} or --nodes-file"))
+        raise UsageError(
+            Problem("there are no nodes", f"give --node {NODE_FORM}, or a --nodes-file with nodes in it")
+        )
     joining = read_nodes(flags.join)
     plans: list[Plan] = []
     changes: list[Change] = []

@@ -59,8 +59,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(flags: argparse.Namespace) -> int:
     url = read_url(flags.url)
     if flags.watch and (flags.json or not sys.stdout.isatty()):
-        found = "--json" if flags.json else "an output that is no terminal"
-        raise UsageError(Problem(f"--watch with {found}", "leave --watch away, and ask again when you need it"))
+        found = "--json" if flags.json else "output that is not a terminal"
+        hint = "leave --watch out, and run the command again when you need it"
+        raise UsageError(Problem(f"--watch cannot be used with {found}", hint))
     if flags.watch:
         return _watch(url)
     document = _whole(url)
@@ -92,20 +93,21 @@ def read_url(given: str | None) -> str:
     >>> read_url("http://node-a:9400")
     'http://node-a:9400/status'
     """
+    what = "--url is"
     if given is None:
         host, port = flag_default("metrics_host") or DEFAULT_HOST, flag_default("metrics_port") or DEFAULT_PORT
         if not port.isascii() or not port.isdecimal():
-            hint = "give the port that the agent's log names, with --url"
-            raise UsageError(Problem(f"HIERAVG_METRICS_PORT is {port!r}, which does not say the port", hint))
-        given = f"http://{_reachable(host)}:{port}"
-    hint = f"write it like http://{DEFAULT_HOST}:{DEFAULT_PORT}"
+            message = f"HIERAVG_METRICS_PORT is {port!r}, which is not the number of a port"
+            raise UsageError(Problem(message, "give the address that the agent's log names, with --url"))
+        given, what = f"http://{_reachable(host)}:{port}", "HIERAVG_METRICS_HOST and _PORT give"
+    hint = f"write an address like http://{DEFAULT_HOST}:{DEFAULT_PORT}"
     try:
         parts = urlsplit(given)
         is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError as exc:
-        raise UsageError(Problem(f"{given!r} is no address: {exc}", hint)) from exc
+        raise UsageError(Problem(f"{what} {given!r}, which is not an address: {exc}", hint)) from exc
     if not is_usable or not given.isascii() or not given.isprintable() or " " in given:
-        raise UsageError(Problem(f"{given!r} is no address of an agent", hint))
+        raise UsageError(Problem(f"{what} {given!r}, which is not an address of an agent", hint))
     path = parts.path.rstrip("/").removesuffix("/status")
     return urlunsplit((parts.scheme, parts.netloc, f"{path}/status", "", ""))
 
@@ -136,7 +138,7 @@ def fetch(url: str) -> str:
         exc.close()
         raise _away(url, f"HTTP {exc.code} {exc.reason}") from exc
     except UnicodeDecodeError as exc:
-        raise _away(url, "what it says is no text") from exc
+        raise _away(url, "what it says is not text") from exc
     except (OSError, http.client.HTTPException) as exc:
         raise _away(url, str(getattr(exc, "reason", None) or exc) or type(exc).__name__) from exc
 
@@ -154,7 +156,7 @@ def _read_bounded(read: Callable[[int], bytes], *, deadline_s: float, url: str) 
 
 def _away(url: str, why: str) -> AgentAwayError:
     hint = (
-        "see that the job runs; give the address that the agent's log names with --url, "
+        "check that the job runs; give the address that the agent's log names with --url, "
         "or set HIERAVG_METRICS_HOST and HIERAVG_METRICS_PORT"
     )
     return AgentAwayError(Problem(f"no agent answers at {url}: {why}", hint))

@@ -11,7 +11,9 @@ from elastic_hieravg.agent.settings import ETCD, Embedded, RunSettings, read_run
 from elastic_hieravg.config import (
     POD_VARIABLE,
     MetricsPlace,
+    read_conf,
     read_metrics_place,
+    read_nnodes,
     read_node_labels,
     read_params,
 )
@@ -92,7 +94,7 @@ def examine(
 
     `UsageError` for flags that are the doctor's own, or that no number can be read from.
     """
-    peer = link.read_peer(flags.peer) if flags.peer else None
+    peer = None if flags.peer is None else link.read_peer(flags.peer)
     patient = _receive(flags, environment, probes)
     place = _metrics_place(flags, environment)
     sections = {
@@ -157,35 +159,6 @@ def _read(
         return None, exc.problems
 
 
-def read_conf(text: str) -> dict[str, str]:
-    """Read key=value,key=value as torchrun does.
-
-    >>> read_conf("join_timeout=600, cacert=ca.pem")
-    {'join_timeout': '600', 'cacert': 'ca.pem'}
-    """
-    found = {}
-    for pair in text.split(",") if text.strip() else []:
-        key, equals, value = (part.strip() for part in pair.partition("="))
-        if not key or not equals:
-            raise UsageError(Problem(f"--rdzv-conf has {pair!r}", "write key=value, with commas between them"))
-        found[key] = value
-    return found
-
-
-def read_nnodes(text: str) -> tuple[int, int]:
-    """Read --nnodes: MIN:MAX, or one number for both.
-
-    >>> read_nnodes("1:4")
-    (1, 4)
-    """
-    parts = text.split(":")
-    if len(parts) > 2 or not all(
-        part.isascii() and part.isdecimal() and len(part) <= DIGITS_MAX for part in parts
-    ):
-        raise UsageError(Problem(f"--nnodes is {text!r}", "write MIN:MAX, for example 1:4"))
-    return int(parts[0]), int(parts[-1])
-
-
 def read_slots(text: str, *, installed: software.Software, cores: float) -> int:
     """Read --nproc-per-node: a number, or what torch makes one of.
 
@@ -195,7 +168,9 @@ def read_slots(text: str, *, installed: software.Software, cores: float) -> int:
     if text in ("auto", "gpu", "cpu", "xpu"):
         return (text != "cpu" and installed.num_accelerators) or max(1, int(cores))
     if not text.isascii() or not text.isdecimal() or len(text) > DIGITS_MAX or not int(text):
-        raise UsageError(Problem(f"--nproc-per-node is {text!r}", "give a number of workers, auto, gpu or cpu"))
+        raise UsageError(
+            Problem(f"--nproc-per-node is {text!r}", "give a number of workers, 1 or more, or auto, gpu or cpu")
+        )
     return int(text)
 
 

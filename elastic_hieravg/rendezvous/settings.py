@@ -40,10 +40,10 @@ IGNORED = ("timeout",)
 # Of torch's own backends; each would be a promise here that nothing keeps.
 REPLACED = {
     "close_timeout": "leave it out: closing is one write",
-    "heartbeat_timeout": "use lease_ttl_s: a node that is silent for so long is lost",
+    "heartbeat_timeout": "use lease_ttl_s: a node that is silent for so many seconds is lost",
     "is_host": "leave it out: etcd is the host",
-    "keep_alive_interval": "use lease_ttl_s: a node that is silent for so long is lost",
-    "keep_alive_max_attempt": "use lease_ttl_s: a node that is silent for so long is lost",
+    "keep_alive_interval": "use lease_ttl_s: a node that is silent for so many seconds is lost",
+    "keep_alive_max_attempt": "use lease_ttl_s: a node that is silent for so many seconds is lost",
     "password": "use password_file: torchrun writes its flags to the log",
     "protocol": "give cacert for TLS",
     "read_timeout": "leave it out: every call has a deadline",
@@ -118,7 +118,8 @@ def address_towards(endpoint: str) -> str:
     except OSError as exc:
         raise UsageError(
             Problem(
-                f"no way leads to {endpoint}: {exc}", "check the name of the endpoint, or give --local-addr"
+                f"--rdzv-endpoint {endpoint} cannot be found from this machine: {exc}",
+                "check its name; if only this machine does not know it, give its own address with --local-addr",
             )
         ) from exc
 
@@ -156,7 +157,10 @@ def key_problems(texts: Mapping[str, str]) -> Iterator[Problem]:
             yield Problem(f"--rdzv-conf has {key}, which is unknown", f"use one of {', '.join(KEYS)}")
 
 
-def seconds_of(texts: Mapping[str, str], key: str, default: float, *, at_least: float) -> float | Problem:
+def seconds_of(
+    texts: Mapping[str, str], key: str, default: float, *, at_least: float, shown: str = ""
+) -> float | Problem:
+    """`shown`: the flag that says it, if that is not --rdzv-conf."""
     text = texts.get(key)
     if text is None:
         return default
@@ -165,5 +169,6 @@ def seconds_of(texts: Mapping[str, str], key: str, default: float, *, at_least: 
     except ValueError:
         number = math.nan
     if not at_least <= number < math.inf:
-        return Problem(f"{key} is {text}", f"give a number of seconds, {at_least:g} or more")
+        name = shown or f"{key} in --rdzv-conf"
+        return Problem(f"{name} is {text!r}", f"give a number of seconds, {at_least:g} or more")
     return number

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from elastic_hieravg.cli import doctor
+from elastic_hieravg.cli.run import known_variables
 from elastic_hieravg.doctor.children import Lookup, Question
 from elastic_hieravg.doctor.examination import Probes, examine
 from elastic_hieravg.doctor.findings import Finding, Section, Severity
@@ -73,7 +74,7 @@ def examined(
     sections = examine(
         read_flags("--metrics-port", "auto", *arguments),
         environment=environment or {},
-        known_flags=doctor.known_variables(),
+        known_flags=known_variables(),
         probes=probes,
     )
     return {each.name: each for each in sections}

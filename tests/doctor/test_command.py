@@ -68,7 +68,7 @@ def test_problems_are_exit_code_1_and_told_without_colour() -> None:
     *_, summary = done.stdout.splitlines()
     assert summary.startswith("2 problems, ")
     first = next(line for line in done.stdout.splitlines() if line.startswith("problem: "))
-    assert first == "problem: settings, flags: lease_ttl_s is 0.2"
+    assert first == "problem: settings, flags: --lease-ttl-s is '0.2'"
     assert "HIERAVG_GRACES is set, and nothing reads it" in done.stdout
     assert "  do: is it HIERAVG_GRACE_S?" in done.stdout
 
@@ -77,7 +77,7 @@ def test_wrong_usage_is_exit_code_2_at_once() -> None:
     for arguments, found in (
         (("--peer", "h2:99999"), "--peer is 'h2:99999'"),
         (("--listen", "0"), "--listen is '0'"),
-        (("--listen", "1234", "--json"), "--listen with --json"),
+        (("--listen", "1234", "--json"), "--listen and --json cannot be used together"),
         (("--step-s", "nan"), "--step-s is 'nan'"),
     ):
         done = doctor(*arguments)
@@ -116,4 +116,4 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setattr(examination, "examine", interrupted)
     monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
     assert main(["doctor"]) == 1
-    assert capsys.readouterr() == ("", "hieravg doctor: ended before it was done\n")
+    assert capsys.readouterr() == ("", "hieravg doctor: stopped by Ctrl-C; not everything was looked at\n")

@@ -65,9 +65,9 @@ def test_a_file_of_bounds_goes_before_the_flag(tmp_path: Path) -> None:
     ("content", "flags", "found"),
     [
         ("2-8", {}, "has '2-8'"),
-        ("8:2", {}, "nodes_min is 8, more than the 2 of nodes_max"),
+        ("8:2", {}, "the minimum of nodes is 8, more than the maximum of 2"),
         (None, {}, "cannot be read"),
-        ("2:8", {"membership": "restart"}, "--nnodes-file is not for --membership restart"),
+        ("2:8", {"membership": "restart"}, "--nnodes-file cannot be used with --membership restart"),
     ],
 )
 def test_a_file_of_bounds_that_cannot_be_used_is_refused(
@@ -141,10 +141,10 @@ def test_every_level_that_is_a_label_has_to_be_one_of_this_node(monkeypatch: pyt
         ({"on_misfit": "maybe"}, "--on-misfit is maybe"),
         ({"warmup_steps": "-1"}, "--warmup-steps"),
         ({"warmup_steps": "many"}, "--warmup-steps"),
-        ({"lease_ttl_s": "1"}, "lease_ttl_s is 1"),
-        ({"grace_s": "-1"}, "grace_s is -1"),
-        ({"grace_s": "nan"}, "grace_s is nan"),
-        ({"hang_timeout_s": "0"}, "hang_timeout_s is 0"),
+        ({"lease_ttl_s": "1"}, "--lease-ttl-s is '1'"),
+        ({"grace_s": "-1"}, "--grace-s is '-1'"),
+        ({"grace_s": "nan"}, "--grace-s is 'nan'"),
+        ({"hang_timeout_s": "0"}, "--hang-timeout-s is '0'"),
         ({"label": ["zone"]}, "zone"),
         ({"label": ["zone=a", "zone=b"]}, "twice"),
         ({"node_id": "a b"}, "a b"),
@@ -162,7 +162,7 @@ def test_refuses(flags: dict[str, Any], told: str) -> None:
         ({"node_id": "a"}, "--node-id"),
         ({"password": "secret"}, "password_file"),
         ({"wrong": "1"}, "wrong"),
-        ({"join_timeout": "soon"}, "join_timeout is soon"),
+        ({"join_timeout": "soon"}, "join_timeout in --rdzv-conf is 'soon'"),
     ],
 )
 def test_refuses_rdzv_conf(conf: dict[str, str], told: str) -> None:
@@ -188,5 +188,13 @@ def test_tells_everything_at_once() -> None:
     with pytest.raises(UsageError) as raised:
         read({"wrong": "1"}, **flags, **wrong)
     told = " ".join(problem.message for problem in raised.value.problems)
-    words = ["run id", "endpoint", "--membership", "--on-misfit", "--warmup-steps", "grace_s", "lease_ttl_s"]
+    words = [
+        "run id",
+        "endpoint",
+        "--membership",
+        "--on-misfit",
+        "--warmup-steps",
+        "--grace-s",
+        "--lease-ttl-s",
+    ]
     assert [word for word in [*words, "wrong", "label", "'node'"] if word not in told] == []

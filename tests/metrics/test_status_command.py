@@ -103,14 +103,14 @@ def test_says_what_to_do_if_no_agent_answers() -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"hieravg: no agent answers at http://127.0.0.1:{port}/status: ")
     assert "Connection refused" in done.stderr
-    assert "hint: see that the job runs" in done.stderr
+    assert "hint: check that the job runs" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_watch_needs_a_terminal(server: PageServer) -> None:
     done = status("--url", server.url, "--watch")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "no terminal" in done.stderr
+    assert "not a terminal" in done.stderr
     assert server.asked["/status"] == 0
 
 
@@ -193,10 +193,10 @@ def terminal(*arguments: str) -> Iterator[Terminal]:
         (503, "HTTP 503"),
         (302, "HTTP 302"),
         (b"<html>", "is not JSON"),
-        (b"\xff\xfe", "is no text"),
+        (b"\xff\xfe", "is not text"),
         (b"[" * 100_000, "is not JSON"),
         ([], "has no version"),
-        ({"version": 2}, "has version 2, and 1 is known here"),
+        ({"version": 2}, "has version 2, and this command reads version 1"),
         (b" " * (DOCUMENT_BYTES_MAX + 1), "more than"),
     ],
 )
@@ -275,7 +275,7 @@ def test_reads_the_address(given: str, url: str) -> None:
     ],
 )
 def test_refuses_what_is_no_address(given: str) -> None:
-    with pytest.raises(UsageError, match="no address"):
+    with pytest.raises(UsageError, match="not an address"):
         read_url(given)
 
 
@@ -286,7 +286,7 @@ def test_the_address_is_the_default_or_the_environments(monkeypatch: pytest.Monk
     monkeypatch.setenv("HIERAVG_METRICS_HOST", "::")
     assert read_url(None) == "http://[::1]:9400/status"
     monkeypatch.setenv("HIERAVG_METRICS_PORT", "auto")
-    with pytest.raises(UsageError, match="does not say the port"):
+    with pytest.raises(UsageError, match="is not the number of a port"):
         read_url(None)
 
 

@@ -99,14 +99,14 @@ def test_reads_endpoints(text: str, endpoints: tuple[str, ...]) -> None:
     "text", ["h1:etcd", "h1:0", "h1:65536", ":2379", "::1", "fd00::7:2379", "http://h1:2379", "https://h1"]
 )
 def test_rejects_what_is_not_an_endpoint(text: str) -> None:
-    with pytest.raises(UsageError, match=r"is not an endpoint\n\nhint: write host:port") as error:
+    with pytest.raises(UsageError, match=r"--rdzv-endpoint has .*\n\nhint: write host:port") as error:
         read(endpoint=text, local_address="127.0.0.1")
     assert repr(text) in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["", " , ,"])
 def test_rejects_a_missing_endpoint(text: str) -> None:
-    with pytest.raises(UsageError, match="there is no endpoint"):
+    with pytest.raises(UsageError, match="there is no --rdzv-endpoint"):
         read(endpoint=text)
 
 
@@ -158,18 +158,21 @@ def test_rejects_times_that_are_none(key: str, text: str, at_least: str) -> None
     with pytest.raises(UsageError) as error:
         read(conf={key: text})
     (problem,) = error.value.problems
-    assert problem.message == f"{key} is {text}"
+    assert problem.message == f"{key} in --rdzv-conf is {text!r}"
     assert problem.hint == f"give a number of seconds, {at_least} or more"
 
 
 @pytest.mark.parametrize(
     ("conf", "message"),
     [
-        ({"cert": "c.pem", "cacert": "ca.pem"}, "there is a cert and no key"),
-        ({"key": "c.key", "cacert": "ca.pem"}, "there is a key and no cert"),
-        ({"cert": "c.pem", "key": "c.key"}, "there is a cert and no cacert"),
-        ({"user": "trainer", "cacert": "ca.pem"}, "there is no password"),
-        ({"user": "trainer", "cacert": "ca.pem", "password_file": ""}, "there is no password"),
+        ({"cert": "c.pem", "cacert": "ca.pem"}, "--rdzv-conf has cert and no key"),
+        ({"key": "c.key", "cacert": "ca.pem"}, "--rdzv-conf has key and no cert"),
+        ({"cert": "c.pem", "key": "c.key"}, "--rdzv-conf has cert and no cacert"),
+        ({"user": "trainer", "cacert": "ca.pem"}, "--rdzv-conf has user and no password_file"),
+        (
+            {"user": "trainer", "cacert": "ca.pem", "password_file": ""},
+            "--rdzv-conf has user and no password_file",
+        ),
     ],
 )
 def test_rejects_settings_that_contradict_each_other(conf: dict[str, str], message: str) -> None:
@@ -181,12 +184,14 @@ def test_rejects_settings_that_contradict_each_other(conf: dict[str, str], messa
 
 
 def test_rejects_a_password_without_a_user(password_file: Path) -> None:
-    with pytest.raises(UsageError, match="there is no user"):
+    with pytest.raises(UsageError, match="--rdzv-conf has password_file and no user"):
         read(conf={"cacert": "ca.pem", "password_file": str(password_file)})
 
 
 def test_rejects_a_user_without_tls_and_shows_no_secret(password_file: Path) -> None:
-    with pytest.raises(UsageError, match=r"without cacert there is no TLS\n\nhint: give cacert") as error:
+    with pytest.raises(
+        UsageError, match=r"and no cacert, without which there is no TLS\n\nhint: give cacert"
+    ) as error:
         read(conf={"user": "trainer", "password_file": str(password_file)})
     assert SECRET not in f"{error.value} {error.value!r}"
 
@@ -201,7 +206,7 @@ def test_rejects_a_password_file_that_is_missing_or_empty(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("nodes_min", "nodes_max", "message"),
-    [(3, 2, "nodes_min is 3, more than the 2 of nodes_max"), (0, 2, "nodes_min is 0")],
+    [(3, 2, "the minimum of nodes is 3, more than the maximum of 2"), (0, 2, "the minimum of nodes is 0")],
 )
 def test_rejects_numbers_of_nodes_that_are_none(nodes_min: int, nodes_max: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
@@ -218,12 +223,12 @@ def test_reports_everything_wrong_together(monkeypatch: pytest.MonkeyPatch) -> N
         "--rdzv-conf has is_host",
         "--rdzv-conf has ttl",
         "the run id is 'none'",
-        "lease_ttl_s is 0",
-        "join_timeout is soon",
-        "'h1:http' is not an endpoint",
-        "there is a key and no cert",
+        "lease_ttl_s in --rdzv-conf is '0'",
+        "join_timeout in --rdzv-conf is 'soon'",
+        "--rdzv-endpoint has 'h1:http'",
+        "--rdzv-conf has key and no cert",
         "'zone' in 'HIERAVG_LABELS=zone' is not a label",
-        "nodes_min is 5",
+        "the minimum of nodes is 5",
     ]
     assert len(found) == len(wanted), found
     assert all(message.startswith(start) for message, start in zip(found, wanted, strict=True)), found
@@ -255,7 +260,9 @@ def test_its_address_is_the_one_given_or_the_one_towards_etcd() -> None:
 
 
 def test_rejects_an_endpoint_that_no_way_leads_to() -> None:
-    with pytest.raises(UsageError, match=r"no way leads to nowhere\.invalid:2379.*\n\nhint: .*--local-addr"):
+    with pytest.raises(
+        UsageError, match=r"--rdzv-endpoint nowhere\.invalid:2379 cannot be found.*\n\nhint: .*--local-addr"
+    ):
         read(endpoint="nowhere.invalid")
     # With an address given, nobody has to be asked for the way.
     assert read(endpoint="nowhere.invalid", local_address="127.0.0.1").etcd.endpoints
@@ -263,5 +270,7 @@ def test_rejects_an_endpoint_that_no_way_leads_to() -> None:
 
 def test_torch_is_told_of_wrong_settings_with_its_own_kind_of_error() -> None:
     parameters = RendezvousParameters("etcd3", "127.0.0.1:9", "job7", 1, 1, lease_ttl_s="1")
-    with pytest.raises(ValueError, match=r"lease_ttl_s is 1\n\nhint: give a number of seconds, 2 or more"):
+    with pytest.raises(
+        ValueError, match=r"lease_ttl_s in --rdzv-conf is '1'\n\nhint: give a number of seconds, 2 or more"
+    ):
         create_handler(parameters)

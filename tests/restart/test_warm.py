@@ -164,7 +164,7 @@ def test_modules_that_cannot_be_imported_are_given_up_after_a_while(
     command = [sys.executable, "-u", "script.py", "0", str(package / "said")]
     with pool_of("there_is_no_such_module") as pool:
         pool.start(0, command, os.environ, stdout=None, stderr=None)
-        wait_for(lambda: "workers start without them" in caplog.text, what="it is tried for ever")
+        wait_for(lambda: "--warm is not used" in caplog.text, what="it is tried for ever")
         time.sleep(1.0)
         assert not waiting_processes(os.getpid())
         assert pool.start(0, command, os.environ, stdout=None, stderr=None) is None
@@ -243,7 +243,7 @@ def test_what_is_read_at_the_start_has_to_be_the_same() -> None:
 
 
 def test_names_that_are_no_modules_are_refused() -> None:
-    with pytest.raises(UsageError, match="'my-module' is no module"):
+    with pytest.raises(UsageError, match="'my-module' is not the name of a module"):
         read_modules("torch,my-module", flag="--warm")
 
 
