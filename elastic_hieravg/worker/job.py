@@ -70,6 +70,8 @@ EXIT_OUT_OF_STEP = 1
 _ALONE = Hierarchy.parse("global=1")
 
 _log = logging.getLogger(__name__)
+# The places that were taken by this process, and by the one it was forked from.
+_entered: set[tuple[int, str, int]] = set()
 
 
 def join() -> "Job":
@@ -80,6 +82,19 @@ def join() -> "Job":
 
         return RestartedJob(place)
     return Job(place)
+
+
+def _enter_once(socket: str, local_rank: int) -> None:
+    """A second place would be given to the same worker: its agent, and all others, would wait for both."""
+    place = os.getpid(), socket, local_rank
+    if place in _entered:
+        raise MembershipError(
+            Problem(
+                f"this process ({place[0]}) has joined the job already",
+                "call eh.join(), or eh.attach(), once in a script: the job ends with the first one",
+            )
+        )
+    _entered.add(place)
 
 
 class Job:
@@ -151,7 +166,12 @@ class Job:
         `job.step` are right when its loop starts.
         """
         if self._averager is not None:
-            raise MembershipError(Problem("the job has an averager already", "make one averager for each job"))
+            raise MembershipError(
+                Problem(
+                    "job.averager() was called twice",
+                    "make one averager; put several models into one torch.nn.ModuleList",
+                )
+            )
         self._check_hierarchy(hierarchy)
         observe = self._observed_too(observe)
         model = model if isinstance(model, nn.Module) else list(model)
@@ -217,7 +237,9 @@ class Job:
         """Say how the training goes: `job.report(loss=loss)`. The newest number of each name is kept."""
         numbers = {name: _number(value) for name, value in values.items()}
         problems = [
-            Problem(f"{name} is reported as {str(values[name])[:40]!r}", "report numbers, one for each name")
+            Problem(
+                f"job.report() was given {name}={str(values[name])[:40]!r}", "report numbers, one for each name"
+            )
             for name, number in numbers.items()
             if number is None
         ]
@@ -226,8 +248,8 @@ class Job:
             new = ", ".join(sorted(names - self._reported.keys())[:3])
             problems.append(
                 Problem(
-                    f"{len(names)} names are reported, {REPORTED_NAMES_MAX} at most can be; new: {new}",
-                    "use the same names at every step, without numbers that count in them",
+                    f"job.report() was given {len(names)} names, more than {REPORTED_NAMES_MAX}; new: {new}",
+                    "use the same names at every step: loss, not loss_1 and loss_2",
                 )
             )
         raise_if_any(InputError, problems)
@@ -262,6 +284,7 @@ class Job:
 
     def __enter__(self) -> Self:
         if self._place.socket is not None:
+            _enter_once(self._place.socket, self.local_rank)
             faulthandler.register(STACKS_SIGNAL, all_threads=True, chain=True)
             self._tell_agent(self._place.socket, self._place.token)
         return self
@@ -307,8 +330,8 @@ class Job:
         if asked is not None and planned and asked != Hierarchy.parse(planned):
             raise InputError(
                 Problem(
-                    f"the script asks for the hierarchy {asked}, the job runs with {planned}",
-                    f"start it with --hierarchy {asked}, or leave it out in the script",
+                    f"the script asks for the hierarchy {asked}, and the job runs with {planned}",
+                    f"start every node with --hierarchy {asked}, or leave the hierarchy out in the script",
                 )
             )
 
@@ -351,7 +374,7 @@ class Job:
                     # The node's workers stand at different steps now, and each waits for the others' part of
                     # the next one: of DDP's or FSDP's messages nobody but torch knows.
                     _log.warning(
-                        "this node was out of the job; its workers share a process group: they start anew"
+                        "this node was out of the job; its workers share a process group, so all start anew"
                     )
                     os._exit(EXIT_OUT_OF_STEP)
                 averager.fence()
@@ -386,7 +409,7 @@ class Job:
             self._link.offer(Measured(self._samples().to_json()))
         except (TypeError, ValueError, ArithmeticError) as exc:
             # Whatever it is about a number, training and its end go on.
-            _log.warning("what this worker measures cannot be told: %s", exc)
+            _log.warning("metrics of this worker cannot be sent to its agent: %s", exc)
 
     def _samples(self) -> Samples:
         """What this worker has measured so far. Any thread may ask."""

@@ -91,9 +91,19 @@ class RestartedJob(Job):
         Returns when the model is everybody's: that of the newest snapshot, or rank 0's if the job starts.
         """
         if self._averager is not None:
-            raise MembershipError(Problem("the job has an averager already", "make one averager for each job"))
+            raise MembershipError(
+                Problem(
+                    "job.averager() was called twice",
+                    "make one averager; put several models into one torch.nn.ModuleList",
+                )
+            )
         if self._store is None or self._meeting is None:
-            raise MembershipError(Problem("the job was not entered", "write `with eh.join() as job:`"))
+            raise MembershipError(
+                Problem(
+                    "job.averager() was called outside of the job's `with` block",
+                    "write `with eh.join() as job:`",
+                )
+            )
         place, meeting, store = self._attempt, self._meeting, self._store
         asked = place.asked if hierarchy is None else replace(place.asked, hierarchy=str(hierarchy))
         check_alike(exchange(store, meeting, "asked", str(asdict(asked)), rank=place.rank))
@@ -225,7 +235,9 @@ class RestartedJob(Job):
         found = self._snapshots()
         fitting = [each for each in found if each.state.signature == kept.signature]
         if found and not fitting:
-            _log.warning("the snapshots of this node are of another model or optimizer; none of them is taken")
+            _log.warning(
+                "the snapshots that this node kept are of another model or optimizer, and are not used"
+            )
         return next((each for each in fitting if each.is_whole()), None)
 
     def _node_world(self) -> NodeWorld | None:

@@ -64,8 +64,16 @@ def test_a_job_has_one_averager() -> None:
     model, optimizer = make()
     with eh.join() as job:
         job.averager(model, optimizer)
-        with pytest.raises(MembershipError, match="has an averager already"):
+        with pytest.raises(MembershipError, match="was called twice"):
             job.averager(model, optimizer)
+
+
+def test_a_process_joins_once() -> None:
+    """Its agent would wait for both."""
+    job_module._enter_once("agent-7", 0)
+    job_module._enter_once("agent-7", 1)
+    with pytest.raises(MembershipError, match=r"has joined the job already\n\nhint: call eh.join\(\)"):
+        job_module._enter_once("agent-7", 0)
 
 
 def test_a_script_may_name_the_job_s_hierarchy_and_no_other() -> None:
@@ -103,7 +111,7 @@ def test_the_newest_number_of_each_name_is_kept() -> None:
 @pytest.mark.parametrize("value", ["1.0", None, True, [1.0], torch.ones(2)])
 def test_only_numbers_are_reported(value: object) -> None:
     job = eh.join()
-    with pytest.raises(InputError, match="loss is reported as") as caught:
+    with pytest.raises(InputError, match=r"job.report\(\) was given loss=") as caught:
         job.report(accuracy=0.5, loss=value)  # type: ignore[arg-type]
     assert "hint: report numbers" in str(caught.value)
     assert dict(job.reported) == {}, "nothing is kept of a report that is wrong"
@@ -113,7 +121,7 @@ def test_so_many_names_and_no_more_are_reported() -> None:
     job = eh.join()
     job.report(**{f"name{index}": float(index) for index in range(50)})
     job.report(name7=0.5)
-    with pytest.raises(InputError, match="51 names are reported, 50 at most can be; new: another"):
+    with pytest.raises(InputError, match=r"was given 51 names, more than 50; new: another"):
         job.report(another=1.0)
     assert len(job.reported) == 50
 
