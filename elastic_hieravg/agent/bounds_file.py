@@ -63,7 +63,8 @@ class BoundsFile:
         except InputError as exc:
             if str(exc) != self._complaint:
                 self._complaint = str(exc)
-                _log.warning("the bounds stay as they are: %s", exc)
+                now = f"{self._read.nodes_min}:{self._read.nodes_max}"
+                _log.warning("the --nnodes-file is not used, and the job keeps its %s nodes: %s", now, exc)
             return
         self._complaint = ""
         if bounds != self._read:

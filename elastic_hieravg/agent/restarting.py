@@ -102,11 +102,11 @@ def run_restarting(spec: WorkerSpec, config: LaunchConfig, telemetry: Telemetry)
             spec.rdzv_handler.shutdown()
     except ChildFailedError as exc:
         _log.error("%s", exc)
-        leave_message(f"this node gives up: {_last_words(exc)}")
+        leave_message(f"this node stopped: {_last_words(exc)}")
         codes = [failure.exitcode for failure in exc.failures.values()]
         return EXIT_DO_NOT_RETRY if EXIT_DO_NOT_RETRY in codes else EXIT_FAILED
     except SignalException as exc:
-        _log.warning("left on %s", exc.sigval.name)
+        _log.warning("%s received: this node has left the job", exc.sigval.name)
         leave_message(f"left on {exc.sigval.name}")
         return EXIT_LEFT
     except RendezvousError as exc:

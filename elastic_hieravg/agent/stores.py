@@ -21,10 +21,14 @@ def open_store(
 ) -> Iterator[tuple[KeyValue, Candidate]]:
     """The store, and the candidate as others have to know it."""
     if isinstance(store, EtcdSettings):
+        _log.info("looking for run %s in etcd at %s", run_id, ", ".join(store.endpoints))
         with closing(EtcdKeyValue(store)) as etcd:
             yield etcd, candidate
         return
     endpoints = ((store.host, store.port), *store.others)
+    if store.port:
+        shown = ", ".join(f"{host}:{port}" for host, port in endpoints)
+        _log.info("looking for run %s at %s; the first of these nodes begins it", run_id, shown)
     kv = FailoverKeyValue(endpoints, run_id=run_id, address=candidate.address, report=_frozen)
     with closing(kv):
         yield kv, replace(candidate, standby=kv.port)

@@ -138,7 +138,9 @@ class Telemetry:
     ) -> None:
         listener = listen(place.host, place.port)
         if listener is None:
-            _log.warning("there are no metrics: %s is no address of this machine", place.host)
+            _log.warning(
+                "no metrics and no status page: --metrics-host %s is not an address of this machine", place.host
+            )
             return
         if listener.warning:
             _log.warning("%s", listener.warning)
@@ -173,7 +175,9 @@ class Telemetry:
     def complain(self) -> None:
         if not self._has_complained:
             self._has_complained = True
-            _log.exception("metrics are not complete from here on")
+            _log.exception(
+                "an error in elastic_hieravg: metrics are not complete from here on; training goes on"
+            )
 
     # --- what happens -----------------------------------------------------------------------------------------
 

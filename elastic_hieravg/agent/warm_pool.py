@@ -135,7 +135,11 @@ class WarmPool:
         self._num_deaths += 1
         if self._num_deaths == DEATHS_MAX:
             modules = ", ".join(self._modules)
-            _log.error("processes that import %s end (%s): workers start without them", modules, why)
+            _log.error(
+                "--warm is not used: processes that import %s end at once (%s); workers start as without it",
+                modules,
+                why,
+            )
 
     def _start_waiting(self, interpreter: str, target: Target, environment: Mapping[str, str]) -> _Waiting:
         ours, theirs = socket.socketpair()

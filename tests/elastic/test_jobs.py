@@ -162,7 +162,7 @@ def test_job_that_does_not_fit_holds_and_a_spare_steps_in(tmp_path: Path) -> Non
             job.await_together("a", "b", "c", "e")
         before = job.newest("a")
         assert job.terminate("e") == LEFT
-        assert "there was no time for one more round" in job.log("e")
+        assert "no time for one more round" in job.log("e")
         job.wait_for("the others know", lambda: bool(job.generations("a", after=before)))
         job.start("d")
         job.await_together("a", "b", "c", "d")

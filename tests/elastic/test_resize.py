@@ -113,8 +113,8 @@ def test_what_a_file_says_later_is_said_once(mounted: Mounted, follower: Followe
     [
         ("many", "has 'many'"),
         ("", "has ''"),
-        ("4:2", "nodes_min is 4, more than the 2"),
-        ("0:2", "nodes_min is 0"),
+        ("4:2", "the minimum of nodes is 4, more than the maximum of 2"),
+        ("0:2", "the minimum of nodes is 0"),
     ],
 )
 def test_bounds_that_cannot_be_are_warned_of_once_and_change_nothing(
@@ -127,7 +127,7 @@ def test_bounds_that_cannot_be_are_warned_of_once_and_change_nothing(
             time.sleep(0.01)
         time.sleep(SOME_POLLS_S)
     (record,) = caplog.records
-    assert "the bounds stay as they are" in record.getMessage()
+    assert "the --nnodes-file is not used" in record.getMessage()
     assert found in record.getMessage()
     assert "hint:" in record.getMessage()
     assert follower.said == []
@@ -168,14 +168,14 @@ def test_job_follows_its_file(tmp_path: Path, mounted: Mounted, monkeypatch: pyt
             mounted.write("1:2")
             job.await_together("a", "b")
             mounted.write("3:4")
-            job.wait_for("a pauses", lambda: "training pauses: 2 of at least 3 nodes" in job.log("a"))
+            job.wait_for("a pauses", lambda: ": 2 of at least 3 nodes" in job.log("a"))
             mounted.write("2:4")
             job.wait_for(
                 "it goes on", lambda: job.generations("a")[-1].reason == "the job has 2 to 4 nodes now"
             )
             job.await_together("a", "b")
             mounted.write("nonsense")
-            job.wait_for("a complains", lambda: "the bounds stay as they are" in job.log("a"))
+            job.wait_for("a complains", lambda: "the --nnodes-file is not used" in job.log("a"))
             mounted.write("1:4")
             job.wait_for("both know", lambda: "1 to 4 nodes" in job.log("a") and "1 to 4 nodes" in job.log("b"))
             job.await_together("a", "b")
@@ -194,8 +194,8 @@ def is_ready(job: RunningJob, name: str) -> bool:
 @pytest.mark.parametrize(
     ("mode", "reason"),
     [
-        ("in-place", "this node gives up: ValueError: raised at every start"),
-        ("restart", "this node gives up: worker 0 exited with 1; see what it printed"),
+        ("in-place", "this node stopped: ValueError: raised at every start"),
+        ("restart", "this node stopped: worker 0 exited with 1; see what it printed"),
     ],
 )
 def test_an_agent_whose_script_fails_says_so(tmp_path: Path, mode: str, reason: str) -> None:
@@ -237,5 +237,5 @@ def test_wrong_usage_leaves_its_reason_too(
     monkeypatch.setenv(TERMINATION_FILE_VARIABLE, str(path))
     (tmp_path / "nnodes").write_text("4:2")
     assert main(["run", f"--nnodes-file={tmp_path / 'nnodes'}", "--rdzv-endpoint=h:1", os.devnull]) == 2
-    assert "nodes_min is 4, more than the 2 of nodes_max" in path.read_text()
+    assert "the minimum of nodes is 4, more than the maximum of 2" in path.read_text()
     assert path.read_text() in capsys.readouterr().err

@@ -267,6 +267,6 @@ def check_logs(job: RunningJob) -> None:
             told[found["node"]].append(found)
     assert told.keys() == {"b"}
     assert any(each["message"].startswith("generation ") and each.get("reason") for each in told["b"])
-    assert any("is gone" in each["message"] and each["step"] > 0 for each in told["b"])
+    assert any("has ended before" in each["message"] and each["step"] > 0 for each in told["b"])
     assert re.search(r" INFO \[job a generation=\d+ step=\d+\] generation \d+, loss: ", job.log("a"))
     assert len(told["b"]) < 100

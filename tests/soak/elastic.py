@@ -40,7 +40,7 @@ WOBBLE = 1.05
 LEFT_CODE = 143
 SHARED_MEMORY = Path("/dev/shm")
 GAPS_SHOWN = 10
-TAKEN_OUT = "was taken out of the job while it lives"
+TAKEN_OUT = "took it out of the job"
 
 WORKER, HUNG, STOPPED, NAN = "worker killed", "worker hung", "worker frozen", "NaN in one replica"
 KILLED, TWO, LEFT = "node killed and restarted", "two nodes killed at once", "SIGTERM and replaced"
