@@ -23,6 +23,7 @@ VERBS = {
         "add",
         "ask",
         "build",
+        "call",
         "check",
         "choose",
         "connect",
@@ -61,7 +62,7 @@ NOTHING_TO_DO = {
 # These say all there is without a value.
 WITHOUT_VALUES = {
     "a snapshot has another version",
-    "metrics are not complete from here on",
+    "an error in elastic_hieravg: metrics are not complete from here on; training goes on",
     (
         "something in this process loaded protobuf before elastic_hieravg could, and etcd3 needs protobuf's "
         "pure-Python implementation"
@@ -69,26 +70,28 @@ WITHOUT_VALUES = {
     "the generation's record has not one address for each member",
     "the hierarchy has no levels",
     "the hierarchy is empty",
-    "the job has an averager already",
-    "the job was not entered",
+    "job.averager() was called twice",
+    "job.averager() was called outside of the job's `with` block",
     "the job's record has another on_misfit than this version knows",
     "the others' optimizer state could not be averaged: this rank begins without any",
-    "the snapshots of this node are of another model or optimizer; none of them is taken",
-    "the store is back",
-    "the store is new: whether the job lives elsewhere is not known yet",
+    "the snapshots that this node kept are of another model or optimizer, and are not used",
+    "the store answers again",
+    "the store is new, and waits a moment to hear whether the job runs elsewhere",
     "the store was closed",
     "the store's client was closed",
-    "the thread that drives the membership ended",
+    "an error in elastic_hieravg ended the thread that follows the membership",
     "there are no nodes",
-    "there is a cert and no cacert",
-    "there is an empty level between two commas",
-    "there is no endpoint",
+    "--rdzv-conf has cert and no cacert",
+    "the hierarchy has a comma without a level",
+    "there is no --rdzv-endpoint",
     "there is no run id",
     "there is nothing to average",
-    "this node was out of the job; its workers share a process group: they start anew",
-    "this node was taken out of the job while it lives; it joins again",
+    "this node was out of the job; its workers share a process group, so all start anew",
+    "the others did not hear from this node in time and took it out of the job; it joins again",
     "this worker's agent is gone; the worker ends",
-    "--nnodes-file is not for --membership restart",
+    "--nnodes-file cannot be used with --membership restart",
+    "--no-python and --module are both given",
+    "--nproc-per-node is 'gpu', and torch finds no GPU here",
 }
 # torch's own words, for whoever changes from its averagers to ours.
 OF_TORCH = {"Loaded state dict does not contain a step counter for an averager. Setting step counter to 0."}

@@ -82,7 +82,7 @@ class HierarchicalAverager:
         """Count one optimizer step over so many samples; run the round that is due after it, if any."""
         if not 0 <= num_samples < math.inf:
             raise ParametersError(
-                Problem(f"a step was made over {num_samples} samples", "give a number of samples, 0 or more")
+                Problem(f"averager.step(num_samples={num_samples})", "give a number of samples, 0 or more")
             )
         self.count(num_samples)
         return self.run(self.due_level()) if self.is_due else None

@@ -300,7 +300,7 @@ def _problems(names: Sequence[str], tensors: Sequence[Tensor]) -> Iterator[Probl
         elif tensor.dtype not in WIDE_TYPES:
             yield Problem(
                 f"{name} has the type {tensor.dtype}, which cannot be averaged",
-                "leave it out, or convert it; floating-point, complex and whole numbers and flags can be",
+                "leave it out, or convert it to a floating-point, complex, integer or bool type",
             )
         elif tensor.is_sparse:
             yield Problem(f"{name} is sparse, and cannot be averaged", "leave it out, or make it dense")

@@ -56,7 +56,7 @@ def peers_of(plan: Plan, ranks: Sequence[int], addresses: Mapping[str, str]) -> 
 
 def lost(who: str, why: str) -> PeerLostError:
     return PeerLostError(
-        Problem(f"{who} is lost to its group: {why}", "build the group anew without the lost rank: it is over")
+        Problem(f"{who} is lost to its group: {why}", "make a new group without that rank: this one has ended")
     )
 
 

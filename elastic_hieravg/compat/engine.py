@@ -166,8 +166,8 @@ class GroupEngine:
         if failed:
             raise ParametersError(
                 Problem(
-                    f"the parameters of {', '.join(failed)} cannot be averaged; nothing was",
-                    "see the error of that rank",
+                    f"the parameters of {', '.join(failed)} cannot be averaged, so nothing was averaged",
+                    "read what these ranks printed",
                 )
             )
         return flat

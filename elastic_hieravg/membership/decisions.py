@@ -30,6 +30,15 @@ SETTLE_TIMES_MAX = 5
 TURNS_MAX = 6
 NODES_NAMED_MAX = 5
 _OF_AT_LEAST = " of at least "
+# How people know what a job was started with.
+_FLAGS = {
+    "nodes_min": "--nnodes minimum",
+    "nodes_max": "--nnodes maximum",
+    "hierarchy": "--hierarchy",
+    "mode": "--membership",
+    "warmup_steps": "--warmup-steps",
+    "on_misfit": "--on-misfit",
+}
 
 
 class Action(StrEnum):
@@ -138,11 +147,11 @@ def disagreement(asked: Job, job: Job, *, follows_bounds: bool) -> Problem | Non
     differing = [name for name in mine if mine[name] != theirs[name]]
     if not differing:
         return None
-    wanted = ", ".join(f"{name} {mine[name]}" for name in differing)
-    running = ", ".join(f"{name} {theirs[name]}" for name in differing)
+    wanted = ", ".join(f"{_FLAGS[name]} {mine[name]}" for name in differing)
+    running = ", ".join(f"{_FLAGS[name]} {theirs[name]}" for name in differing)
     return Problem(
         f"this node asks for {wanted}, and the job runs with {running}",
-        "start every node of a job with the same settings, or use another run id",
+        "start every node of a job with the same settings, or give another job another --rdzv-id",
     )
 
 
@@ -268,7 +277,7 @@ def _grow(now_s: float, view: View, policy: Policy, generation: Generation) -> D
     room = policy.job.nodes_max - len(generation.members)
     if room <= 0:
         # Nobody is sent away when the bounds shrink; who leaves is not replaced.
-        return Decision(Action.KEEP, f"{_count(newcomers)} spare above the {policy.job.nodes_max} of nodes_max")
+        return Decision(Action.KEEP, f"{_count(newcomers)} spare: the job has its {policy.job.nodes_max} nodes")
     behind = [
         node.node_id
         for node in generation.members
@@ -340,7 +349,9 @@ def _bound_pause(now_s: float, decision: Decision, view: View, policy: Policy) -
     """End a job that could not run for too long."""
     stop_s = view.paused_since_s + policy.pause_s
     if now_s >= stop_s:
-        return Decision(Action.STOP, f"the job could not run for {policy.pause_s:.0f} s: {decision.reason}")
+        return Decision(
+            Action.STOP, f"the job could not run for {policy.pause_s:.0f} s (join_timeout): {decision.reason}"
+        )
     return Decision(decision.action, decision.reason, min(decision.again_s, stop_s))
 
 

@@ -315,7 +315,9 @@ def _listen(address: str) -> socket.socket:
         return socket.create_server((address, 0), family=_family(address), backlog=BACKLOG)
     except OSError as exc:
         message = f"this node cannot be reached at {address}: {exc.strerror}"
-        raise UsageError(Problem(message, "give an address or a name of this machine itself")) from exc
+        raise UsageError(
+            Problem(message, "give an address or a name of this machine itself with --local-addr")
+        ) from exc
 
 
 def _family(address: str) -> socket.AddressFamily:

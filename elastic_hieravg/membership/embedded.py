@@ -370,9 +370,11 @@ class EmbeddedKeyValue:
             stream.close()
             raise StoreDeniedError(
                 Problem(
-                    f"the store at {host}:{port} serves {theirs.get('run_id')!r}, {theirs.get('protocol')}; "
-                    f"this node asks for {self._run_id!r}, {PROTOCOL}",
-                    "give every run its own endpoint, and run the same version on every node",
+                    f"the store at {host}:{port} serves run {theirs.get('run_id')!r}, "
+                    f"{theirs.get('protocol')}; "
+                    f"this node asks for run {self._run_id!r}, {PROTOCOL}",
+                    "give the nodes of a job the same --rdzv-id, every job its own --rdzv-endpoint, "
+                    "and run the same version on every node",
                 )
             )
         return stream
@@ -418,6 +420,6 @@ class EmbeddedKeyValue:
         return StoreAwayError(
             Problem(
                 f"the store at {host}:{port} does not answer: {exc}",
-                "see that the first node's agent runs, and that the endpoint is its address",
+                "check that the first node's agent runs, and that --rdzv-endpoint is its address",
             )
         )

@@ -159,7 +159,9 @@ class EtcdClient:
     def _translate(self, endpoint: "_Endpoint", exc: Any) -> StoreError:
         code, details = exc.code(), str(exc.details())
         codes = self._grpc.StatusCode
-        problem = Problem(f"etcd at {endpoint.name} answers {code.name}: {details}", _hint(code.name, details))
+        problem = Problem(
+            f"etcd at {endpoint.name} cannot be used, {code.name}: {details}", _hint(code.name, details)
+        )
         if code is codes.UNAUTHENTICATED or "invalid auth token" in details or "auth store is old" in details:
             return _TokenExpiredError(problem)
         if code is codes.NOT_FOUND and "lease" in details:
@@ -213,7 +215,7 @@ class _Endpoint:
             for answer in answers:
                 return answer
             message = f"etcd at {self.name} ended a call without an answer"
-            raise StoreAwayError(Problem(message, "look for a proxy in between"))
+            raise StoreAwayError(Problem(message, "look for a proxy between this node and etcd"))
         return self.method(stub, method)(request, timeout=timeout_s, metadata=metadata)
 
 
@@ -231,36 +233,46 @@ def _read(path: Path | None) -> bytes | None:
         return path.read_bytes()
     except OSError as exc:
         raise UsageError(
-            Problem(f"{path} cannot be read: {exc.strerror}", "give the path of a PEM file")
+            Problem(
+                f"{path} cannot be read: {exc.strerror}",
+                "give PEM files as cacert, cert and key in --rdzv-conf",
+            )
         ) from exc
 
 
 def _hint(code: str, details: str) -> str:
     if code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "INVALID_ARGUMENT", "FAILED_PRECONDITION"):
-        return "give user and password_file of a user that may read and write under /hieravg/"
+        return "give user and password_file of a user that may read and write under /hieravg/ in --rdzv-conf"
     if "handshake" in details.lower() or "certificate" in details.lower():
-        return "check cacert, cert and key, and that the server's certificate names this endpoint"
-    return "check that etcd runs at the endpoints and can be reached from here"
+        return (
+            "check cacert, cert and key in --rdzv-conf, and that the server's certificate names this endpoint"
+        )
+    return "check that etcd runs at --rdzv-endpoint and can be reached from here"
 
 
 def _problems(settings: EtcdSettings) -> Iterator[Problem]:
     if not settings.endpoints:
-        yield Problem("there is no endpoint", "give one or more, for example h1:2379,h2:2379,h3:2379")
+        yield Problem("there is no --rdzv-endpoint", "give one or more, for example h1:2379,h2:2379,h3:2379")
     for endpoint in settings.endpoints:
         if not _is_endpoint(endpoint):
-            hint = "write host:port, for example h1:2379 or [fd00::1]:2379; TLS comes with cacert"
-            yield Problem(f"{endpoint!r} is not an endpoint", hint)
+            hint = (
+                "write host:port, for example h1:2379 or [fd00::1]:2379, without http://; "
+                "TLS comes with cacert in --rdzv-conf"
+            )
+            yield Problem(f"--rdzv-endpoint has {endpoint!r}", hint)
     if (settings.cert is None) != (settings.key is None):
         missing, given = ("key", "cert") if settings.key is None else ("cert", "key")
-        yield Problem(f"there is a {given} and no {missing}", "give both cert and key, or neither")
+        yield Problem(f"--rdzv-conf has {given} and no {missing}", "give both cert and key, or neither")
     if settings.cert is not None and settings.cacert is None:
-        yield Problem("there is a cert and no cacert", "give cacert too: without it there is no TLS")
+        yield Problem("--rdzv-conf has cert and no cacert", "give cacert too: without it there is no TLS")
     if (settings.user is None) != (settings.password is None):
-        missing = "password" if settings.password is None else "user"
-        yield Problem(f"there is no {missing}", "give both user and password_file, or neither")
+        missing, given = ("password_file", "user") if settings.password is None else ("user", "password_file")
+        yield Problem(
+            f"--rdzv-conf has {given} and no {missing}", "give both user and password_file, or neither"
+        )
     if settings.user is not None and settings.cacert is None:
         yield Problem(
-            f"user {settings.user} has a password, and without cacert there is no TLS",
+            f"--rdzv-conf has user {settings.user} and no cacert, without which there is no TLS",
             "give cacert: a password is not sent over a connection that anybody can read",
         )
 

@@ -235,8 +235,8 @@ class Follower:
             if time.monotonic() > deadline_s:
                 raise StoreAwayError(
                     Problem(
-                        f"nobody serves the store at {first[0]}:{first[1]}",
-                        "see that the first node's agent runs, and that the endpoint is its address",
+                        f"no agent served the store at {first[0]}:{first[1]} for {SERVE_WAIT_S:.0f} s",
+                        "check that the first node's agent runs, and that --rdzv-endpoint is its address",
                     )
                 )
             time.sleep(RETRY_S)

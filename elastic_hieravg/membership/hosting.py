@@ -80,7 +80,7 @@ class Hosting:
         last = snapshot.entries.get(self._keys.generation)
         if last is None:
             if now_s < self._open_s:
-                raise _not_now("the store is new: whether the job lives elsewhere is not known yet")
+                raise _not_now("the store is new, and waits a moment to hear whether the job runs elsewhere")
             return write
         before = snapshot.entries.get(self._keys.quorum)
         try:

@@ -296,7 +296,7 @@ class Member:
             return
         refusal = mirror.refusal_of(self.node)
         if refusal is not None:
-            self._refuse(f"this node cannot join: {refusal.reason}", "correct its labels")
+            self._refuse(f"this node cannot join: {refusal.reason}", "correct its labels, given by --label")
             return
         if self.is_registered:
             self._was_registered = True
@@ -317,7 +317,7 @@ class Member:
         if plan.digest != generation.digest:
             self._refuse(
                 f"generation {generation.number} has the plan {generation.digest[:12]}, "
-                f"and this node makes it {plan.digest[:12]} of the same members",
+                f"and this node computes {plan.digest[:12]} for the same nodes",
                 "run the same version of elastic_hieravg on every node",
             )
             return

@@ -314,13 +314,13 @@ def read_closing(record: Fields) -> Closing:
 
 
 def _bounds_problems(nodes_min: int, nodes_max: int) -> Iterator[Problem]:
-    for name, number in (("nodes_min", nodes_min), ("nodes_max", nodes_max)):
+    for name, number in (("minimum", nodes_min), ("maximum", nodes_max)):
         if type(number) is not int or number < 1:
-            yield Problem(f"{name} is {number!r}", "give a whole number of nodes, 1 or more")
+            yield Problem(f"the {name} of nodes is {number!r}", "give a whole number of nodes, 1 or more")
             return
     if nodes_min > nodes_max:
         yield Problem(
-            f"nodes_min is {nodes_min}, more than the {nodes_max} of nodes_max",
+            f"the minimum of nodes is {nodes_min}, more than the maximum of {nodes_max}",
             f"write the smaller number first: {nodes_max}:{nodes_min}",
         )
 

@@ -72,7 +72,9 @@ class Stewardship:
             self._standby = EmbeddedServer(address, 0, run_id=run_id, steward=self, is_serving=False)
         except OSError as exc:
             message = f"this node cannot be reached at {address}: {exc.strerror}"
-            raise UsageError(Problem(message, "give an address or a name of this machine itself")) from exc
+            raise UsageError(
+                Problem(message, "give an address or a name of this machine itself with --local-addr")
+            ) from exc
         self.me: Where = (address, self._standby.port)
         self.name = name_of(self.me)
         self.knowledge = Knowledge(self.keys, self.me)

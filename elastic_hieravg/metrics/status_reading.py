@@ -159,7 +159,9 @@ def read_document(text: str) -> dict[str, object]:
     if not isinstance(found, dict) or found.get("version") != VERSION:
         version = found.get("version") if isinstance(found, dict) else None
         told = f"version {version!r}" if version is not None else "no version"
-        raise DocumentError(Problem(f"the status document has {told}, and {VERSION} is known here", hint))
+        raise DocumentError(
+            Problem(f"the status document has {told}, and this command reads version {VERSION}", hint)
+        )
     return found
 
 

@@ -105,7 +105,7 @@ def _label_problems(hierarchy: Hierarchy, topology: Topology) -> Iterator[Proble
             found = sorted({key for node in topology.nodes for key in node.labels})
             yield Problem(
                 f"level {key} is unknown: no node has a label {key}",
-                f"name node, global, size-8 or a label of the nodes; "
+                f"name node, global, size-8 or a label of the nodes (--label {key}=...); "
                 f"they have {', '.join(found) if found else 'no labels'}",
             )
         elif without:
@@ -263,7 +263,7 @@ def _resizes(hierarchy: Hierarchy, topology: Topology, asked: list[Groups]) -> I
 
 
 def _misfit_hint(hierarchy: Hierarchy, topology: Topology) -> str:
-    repair = 'set `on_misfit = "repair"` to average over uneven groups'
+    repair = "give --on-misfit repair to average over uneven groups"
     if hierarchy.world_size is None:
         missing = -topology.world_size % max(level.group_size or 1 for level in hierarchy.levels)
     else:

@@ -95,8 +95,8 @@ def _read_level(item: str) -> Level | Problem:
     period, *options = rest.split(":")
     if not equals or not is_name(name, KEY) or not _PERIOD.fullmatch(period) or "" in options:
         return Problem(
-            f"{item!r} is not a level" if item else "there is an empty level between two commas",
-            f"write level=period_steps, for example {EXAMPLE}",
+            f"{item!r} is not a level" if item else "the hierarchy has a comma without a level",
+            f"write level=period_steps without spaces, for example {EXAMPLE}",
         )
     if options:
         return Problem(
@@ -124,7 +124,7 @@ def _problems(hierarchy: Hierarchy) -> Iterator[Problem]:
         yield Problem("the hierarchy has no levels", f"write level=period_steps, for example {EXAMPLE}")
         return
     if len(levels) > LEVELS_MAX:
-        yield Problem(f"the hierarchy has {len(levels)} levels", f"use up to {LEVELS_MAX}")
+        yield Problem(f"the hierarchy has {len(levels)} levels", f"use {LEVELS_MAX} at most")
     yield from _name_problems(levels)
     yield from _order_problems(levels)
     yield from _period_problems(levels)
@@ -152,7 +152,7 @@ def _order_problems(levels: tuple[Level, ...]) -> Iterator[Problem]:
     names = [level.name for level in levels]
     if GLOBAL not in names:
         yield Problem(
-            f"the hierarchy {_listing(names)} has no global level",
+            f"the hierarchy has no level global, only {_listing(names)}",
             "end with global and its period: without it the nodes' models drift apart for ever",
         )
     elif names[-1] != GLOBAL:
@@ -182,8 +182,8 @@ def _period_problems(levels: tuple[Level, ...]) -> Iterator[Problem]:
             yield Problem(
                 f"level {outer.name} has the period {outer.period_steps}, "
                 f"not longer than the {inner.period_steps} of {inner.name} inside it",
-                f"take {2 * inner.period_steps} or another multiple of {inner.period_steps}; "
-                "periods grow outwards",
+                f"give {outer.name} the period {2 * inner.period_steps} "
+                f"or another multiple of {inner.period_steps}; periods grow outwards",
             )
         elif outer.period_steps % inner.period_steps:
             below = outer.period_steps - outer.period_steps % inner.period_steps
@@ -191,7 +191,7 @@ def _period_problems(levels: tuple[Level, ...]) -> Iterator[Problem]:
             yield Problem(
                 f"level {outer.name} has the period {outer.period_steps}, "
                 f"not a multiple of the {inner.period_steps} of {inner.name} inside it",
-                f"take {_listing(map(str, nearest), last=' or ')}",
+                f"give {outer.name} the period {_listing(map(str, nearest), last=' or ')}",
             )
 
 

@@ -166,7 +166,10 @@ class Topology:
         """This topology without the named nodes."""
         known = {node.node_id for node in self.nodes}
         problems = [
-            Problem(f"node {node_id} cannot be lost: it is not there", f"name one of {self.listing()}")
+            Problem(
+                f"node {node_id} cannot be lost: there is no such node",
+                f"name one of the nodes (NAME:SLOTS): {self.listing()}",
+            )
             for node_id in sorted(set(node_ids) - known)
         ]
         problems += [
@@ -177,8 +180,8 @@ class Topology:
         if not problems and known == set(node_ids):
             problems = [
                 Problem(
-                    f"all {len(known)} nodes are lost ({self.listing()}), and a plan needs at least one",
-                    "keep one node",
+                    f"every node is lost ({self.listing()}), and a plan needs at least one",
+                    "keep at least one node",
                 )
             ]
         raise_if_any(TopologyError, problems)
@@ -256,6 +259,6 @@ def _membership_problems(nodes: tuple[Node, ...]) -> Iterator[Problem]:
     ranks = sum(node.slots for node in nodes)
     if ranks > RANKS_MAX:
         yield Problem(
-            f"the {len(nodes)} nodes have {ranks} slots together, more than the {RANKS_MAX} a plan may have",
+            f"the nodes have {ranks} slots together, more than the {RANKS_MAX} a plan may have",
             "check the slots of each node",
         )

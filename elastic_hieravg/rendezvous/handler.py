@@ -326,11 +326,17 @@ class MembershipRendezvousHandler(RendezvousHandler):
             case Adopted(generation):
                 _log.info("generation %s: %s", generation.number, generation.reason)
             case Fenced():
-                _log.warning("this node was taken out of the job while it lives; it joins again")
+                _log.warning(
+                    "the others did not hear from this node in time and took it out of the job; it joins again"
+                )
             case StoreAway(why):
-                _log.warning("the store is away, training goes on: %s", why)
+                _log.warning(
+                    "the store does not answer; training goes on, "
+                    "but no node can join or leave until it does: %s",
+                    why,
+                )
             case StoreBack():
-                _log.warning("the store is back")
+                _log.warning("the store answers again")
             case Warned(text):
                 _log.warning("%s", text)
 

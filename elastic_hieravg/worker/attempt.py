@@ -107,7 +107,7 @@ class RestartedAverager:
         num_samples = float(num_samples)
         if not 0 <= num_samples < math.inf:
             raise MembershipError(
-                Problem(f"a step was made over {num_samples} samples", "give a number of samples, 0 or more")
+                Problem(f"averager.step(num_samples={num_samples})", "give a number of samples, 0 or more")
             )
         self._tally.step(num_samples)
         self._advance(num_samples)
@@ -159,7 +159,7 @@ class RestartedAverager:
         while not self._is_ended:
             if time.monotonic() > deadline_s:
                 raise MembershipError(
-                    Problem(f"the last round did not come within {END_WAIT_S:.0f} s", "look at the other nodes")
+                    Problem(f"the last round did not come within {END_WAIT_S:.0f} s", "read the others' logs")
                 )
             if self._is_alone:
                 self._is_ended = True
@@ -198,7 +198,7 @@ class RestartedAverager:
         self._kept_step = engine.step_count
         if moment is not None:
             _log.warning(
-                "goes on at step %s, of generation %s; %s of %s ranks had a snapshot of it",
+                "training goes on from the snapshot of step %s (generation %s), which %s of %s ranks had",
                 moment.step,
                 moment.generation,
                 len(holders),

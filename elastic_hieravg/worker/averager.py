@@ -93,7 +93,7 @@ class ElasticAverager:
         num_samples = float(num_samples)
         if not 0 <= num_samples < math.inf:
             raise ParametersError(
-                Problem(f"a step was made over {num_samples} samples", "give a number of samples, 0 or more")
+                Problem(f"averager.step(num_samples={num_samples})", "give a number of samples, 0 or more")
             )
         self._tally.step(num_samples)
         self._advance(num_samples)
@@ -167,7 +167,7 @@ class ElasticAverager:
                 deadline_s, num_committed = time.monotonic() + END_WAIT_S, self.num_committed
             if time.monotonic() > deadline_s:
                 raise MembershipError(
-                    Problem(f"the last round did not come within {END_WAIT_S:.0f} s", "look at the other nodes")
+                    Problem(f"the last round did not come within {END_WAIT_S:.0f} s", "read the others' logs")
                 )
             if not self._engine.plan.levels and self.generations.newest_number <= self._number:
                 # Alone: nobody else has to agree.

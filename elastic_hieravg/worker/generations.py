@@ -225,7 +225,7 @@ class Generations:
             self._build_missing_gradients(way, store, missing)
         except (HierAvgError, RuntimeError, OSError) as exc:
             if not way.is_over:
-                _log.warning("gradients stay local until the next generation: %s", exc)
+                _log.warning("gradients are not averaged with other ranks until the next generation: %s", exc)
                 for key in missing:
                     self._on_broken(key)
         finally:
@@ -296,7 +296,8 @@ class Generations:
         self._on_news()
         if is_over:
             return True
-        _log.warning("generation %s cannot be entered: %s", way.adopted.generation.number, error)
+        number = way.adopted.generation.number
+        _log.warning("the ranks of generation %s could not be connected; they try again: %s", number, error)
         wanted = [*self._engine.own_keys(way.adopted.plan, rank=way.rank, keys=way.adopted.keys).values()]
         missing = [key for key in wanted if key not in (*self._engine.keys, *self._built)]
         # With all groups there it was the opening that failed: the widest group stands for it.
@@ -363,7 +364,7 @@ class Generations:
             raise _another_model(tensors, theirs, of=plan.seat(reference).node_id)
         if strangers:
             node_ids = sorted({plan.seat(rank).node_id for rank in strangers})
-            _log.warning("another model than the job's on %s: training goes on without", ", ".join(node_ids))
+            _log.warning("nodes with another model than the job's are left out: %s", ", ".join(node_ids))
             # They end, and then there is a generation without them.
             self._await_end(way)
         missing = missing_groups(plan, arrivals, rank=way.rank, wanted=wanted)
@@ -492,6 +493,6 @@ def _another_model(mine: str, theirs: str, *, of: str) -> DifferentTensorsError:
     return DifferentTensorsError(
         Problem(
             f"this worker's model is not the job's: the first difference is {here} here and {there} on {of}",
-            "run the same script with the same settings on every node; the job goes on without this one",
+            "run the same script with the same settings on every node; the job goes on without this node",
         )
     )

@@ -48,6 +48,8 @@ class HookedGradients:
 
     def _lose(self, key: GroupKey, why: str) -> None:
         """A part of the gradients failed."""
-        _log.warning("gradients of step %s stay local: %s", self._engine.step_count + 1, why)
+        _log.warning(
+            "gradients of step %s are not averaged with other ranks: %s", self._engine.step_count + 1, why
+        )
         self._tell(Broken(key.name))
         self._on_lost()

@@ -139,7 +139,8 @@ def check_alike(asked: Sequence[str]) -> None:
             raise UsageError(
                 Problem(
                     f"rank 0 asks for {asked[0]} and rank {rank} for {other}",
-                    "give every node the same hierarchy, warm-up and on-misfit",
+                    "give every node the same --hierarchy, --warmup-steps and --on-misfit, "
+                    "or the same HIERAVG_ variables",
                 )
             )
 

@@ -108,7 +108,7 @@ def copy_state(optimizer: Optimizer | None, *, step: int) -> StateCopy:
         whole = [piece for piece in found if piece is not None]
         if len(whole) < len(found):
             _log.warning(
-                "%s keeps state that cannot be sent: workers that join begin without it",
+                "%s has state that cannot be sent to other ranks: workers that join begin without it",
                 type(optimizer).__name__,
             )
             whole = []

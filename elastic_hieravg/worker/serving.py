@@ -32,7 +32,10 @@ class WorkerEndpoint:
         self._endpoint: Endpoint | None = None
         listener = listen(place.host, place.port + local_rank if place.port else 0)
         if listener is None:
-            _log.warning("metrics cannot be served at %s; training goes on without", place.host)
+            _log.warning(
+                "no metrics of this worker: HIERAVG_METRICS_HOST %s is not an address of this machine",
+                place.host,
+            )
             return
         if listener.warning:
             _log.warning("%s", listener.warning)

@@ -100,7 +100,7 @@ SHORT = "2 of at least 3 nodes"
         "nobody is taken in above the maximum",
         view("a b c d", "a b c", bounds_since_s=LONG_AGO_S),
         Action.KEEP,
-        "1 node spare above the 2 of nodes_max",
+        "1 node spare: the job has its 2 nodes",
         policy=policy(1, 2),
     ),
 )
@@ -114,7 +114,8 @@ def test_node_that_follows_bounds_is_not_refused_for_them() -> None:
     problem = disagreement(asked, job, follows_bounds=False)
     assert problem is not None
     assert problem.message == (
-        "this node asks for nodes_min 1, nodes_max 4, and the job runs with nodes_min 2, nodes_max 8"
+        "this node asks for --nnodes minimum 1, --nnodes maximum 4, "
+        "and the job runs with --nnodes minimum 2, --nnodes maximum 8"
     )
 
 
@@ -123,10 +124,13 @@ def test_node_that_follows_bounds_is_refused_for_everything_else() -> None:
         Job(1, 4, HIERARCHY, Mode.RESTART), Job(2, 8, HIERARCHY, Mode.IN_PLACE), follows_bounds=True
     )
     assert problem is not None
-    assert problem.message == "this node asks for mode restart, and the job runs with mode in-place"
+    assert (
+        problem.message
+        == "this node asks for --membership restart, and the job runs with --membership in-place"
+    )
 
 
 @pytest.mark.parametrize(("nodes_min", "nodes_max"), [(0, 1), (3, 2)])
 def test_bounds_that_cannot_be_are_refused(nodes_min: int, nodes_max: int) -> None:
-    with pytest.raises(InputError, match="nodes_min is"):
+    with pytest.raises(InputError, match="the minimum of nodes is"):
         Bounds(nodes_min, nodes_max)

@@ -242,7 +242,7 @@ def test_a_pause_has_a_bound(ago_s: float, action: Action) -> None:
     found = decide(NOW_S, view=seen, policy=policy(2, pause_s=60.0))
     assert found.action is action
     if action is Action.STOP:
-        assert found.reason == "the job could not run for 60 s: 1 of at least 2 nodes"
+        assert found.reason == "the job could not run for 60 s (join_timeout): 1 of at least 2 nodes"
 
 
 # --- the row of writers -------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def test_who_leaves_or_is_not_ready_does_not_write() -> None:
         "above the maximum they are spares",
         view("a b c d", "a b"),
         Action.KEEP,
-        "2 nodes spare above the 2 of nodes_max",
+        "2 nodes spare: the job has its 2 nodes",
         policy(1, 2),
     ),
     Case(

@@ -184,7 +184,8 @@ def ask_on(sock: socket.socket) -> None:
 def test_another_run_is_told_so_and_let_in_nowhere(server: EmbeddedServer, kv: EmbeddedKeyValue) -> None:
     other = EmbeddedKeyValue("127.0.0.1", server.port, run_id="other")
     with pytest.raises(
-        StoreDeniedError, match=r"serves 'run'.*asks for 'other'.*\n\nhint: give every run its own"
+        StoreDeniedError,
+        match=r"serves run 'run'.*asks for run 'other'.*\n\nhint: give the nodes of a job the same --rdzv-id",
     ):
         other.get(KEY)
     other.close()
@@ -198,7 +199,7 @@ def test_a_server_that_is_none_of_ours_is_away() -> None:
         kv = EmbeddedKeyValue("127.0.0.1", listener.getsockname()[1], run_id="run", call_timeout_s=0.3)
         # It takes the connection and says nothing.
         with pytest.raises(
-            StoreAwayError, match=r"does not answer.*\n\nhint: see that the first node's agent runs"
+            StoreAwayError, match=r"does not answer.*\n\nhint: check that the first node's agent runs"
         ):
             kv.get(KEY)
         kv.close()

@@ -300,16 +300,19 @@ def test_a_foreign_certificate_is_told(guarded: EtcdCluster, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"endpoints": ()}, "there is no endpoint"),
-        ({"endpoints": ("h1",)}, "'h1' is not an endpoint"),
-        ({"endpoints": ("h1:0",)}, "'h1:0' is not an endpoint"),
+        ({"endpoints": ()}, "there is no --rdzv-endpoint"),
+        ({"endpoints": ("h1",)}, "--rdzv-endpoint has 'h1'"),
+        ({"endpoints": ("h1:0",)}, "--rdzv-endpoint has 'h1:0'"),
         ({"endpoints": (":2379", "h1:etcd")}, "2 problems"),
-        ({"cert": Path("c")}, "there is a cert and no key"),
-        ({"key": Path("k"), "cacert": Path("ca")}, "there is a key and no cert"),
-        ({"key": Path("k"), "cert": Path("c")}, "there is a cert and no cacert"),
-        ({"user": "u", "cacert": Path("ca")}, "there is no password"),
-        ({"password": "p", "cacert": Path("ca")}, "there is no user"),
-        ({"user": "u", "password": "secret"}, "user u has a password, and without cacert there is no TLS"),
+        ({"cert": Path("c")}, "--rdzv-conf has cert and no key"),
+        ({"key": Path("k"), "cacert": Path("ca")}, "--rdzv-conf has key and no cert"),
+        ({"key": Path("k"), "cert": Path("c")}, "--rdzv-conf has cert and no cacert"),
+        ({"user": "u", "cacert": Path("ca")}, "--rdzv-conf has user and no password_file"),
+        ({"password": "p", "cacert": Path("ca")}, "--rdzv-conf has password_file and no user"),
+        (
+            {"user": "u", "password": "secret"},
+            "--rdzv-conf has user u and no cacert, without which there is no TLS",
+        ),
     ],
 )
 def test_settings_that_contradict_themselves_are_refused(changes: dict[str, object], message: str) -> None:

@@ -90,7 +90,7 @@ def test_a_node_that_nobody_drives_any_more_is_out() -> None:
         for each in (first, second):
             each.ready()
         assert first.wait(lambda status: status.error is not None, timeout_s=PATIENCE_S)
-        assert "the thread that drives the membership ended" in str(first.status.error)
+        assert "ended the thread that follows the membership" in str(first.status.error)
         await_members(second, "b")
 
 

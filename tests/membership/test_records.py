@@ -139,8 +139,8 @@ def test_what_is_no_record_is_refused(value: Any, read: Callable[[str], Any], te
 @pytest.mark.parametrize(
     ("value", "changes", "message"),
     [
-        (EXAMPLES[0][0], {"nodes_min": 5}, "nodes_min is 5, more than the 4 of nodes_max"),
-        (EXAMPLES[0][0], {"nodes_min": 0}, "nodes_min is 0"),
+        (EXAMPLES[0][0], {"nodes_min": 5}, "the minimum of nodes is 5, more than the maximum of 4"),
+        (EXAMPLES[0][0], {"nodes_min": 0}, "the minimum of nodes is 0"),
         (EXAMPLES[0][0], {"warmup_steps": -1}, "-1 warm-up steps"),
         (EXAMPLES[0][0], {"hierarchy": "zone"}, "zone"),
         (EXAMPLES[0][0], {"mode": "sideways"}, "the Mode 'sideways'"),

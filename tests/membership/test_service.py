@@ -171,7 +171,7 @@ def test_spares_wait_above_the_maximum_and_step_in(store: dict[str, Any]) -> Non
             number = agents[each].hear_adopted("a", "b")["number"]
             agents[each].tell(f"enter {number}")
         agents["c"].tell("ready")
-        agents["c"].hear_reason("1 node spare above the 2 of nodes_max")
+        agents["c"].hear_reason("1 node spare: the job has its 2 nodes")
         agents["b"].kill()
         number = agents["a"].hear_adopted("a")["number"]
         agents["a"].tell(f"enter {number}")
@@ -190,7 +190,8 @@ def test_the_end_of_a_job_is_told_to_all_and_to_whoever_comes_late(store: dict[s
 def test_a_node_that_asks_for_something_else_is_refused_with_both_values(store: dict[str, Any]) -> None:
     with running("a", store, nodes_max=4), agent_processes("b", **store, nodes_max=5, nodes_min=2) as other:
         error = other["b"].hear(lambda said: said["told"] == "failed")["error"]
-    asked, running_with = "this node asks for nodes_min 2, nodes_max 5", "runs with nodes_min 1, nodes_max 4"
+    asked = "this node asks for --nnodes minimum 2, --nnodes maximum 5"
+    running_with = "runs with --nnodes minimum 1, --nnodes maximum 4"
     assert asked in error
     assert running_with in error
     assert "hint: start every node of a job with the same settings" in error

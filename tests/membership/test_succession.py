@@ -317,7 +317,7 @@ class TestHosting:
     def host(self, members: str) -> tuple[Hosting, Ledger]:
         hosting, ledger = Hosting(KEYS, open_s=NOW_S + 2), Ledger()
         first = self.write(ledger, members, 1)
-        with pytest.raises(StoreAwayError, match="is new: whether the job lives elsewhere"):
+        with pytest.raises(StoreAwayError, match="is new, and waits a moment"):
             hosting.admit(NOW_S, ledger, first)
         ledger.write(hosting.admit(NOW_S + 2, ledger, first))
         # Somebody who looks for its host holds up a start, and nothing later.

@@ -85,7 +85,7 @@ def test_strict_returns_the_misfit_with_its_reason() -> None:
     misfit = fit(hierarchy, Topology([Node("a", 4), Node("b", 2)]), on_misfit="strict")
     assert misfit == Misfit(
         "level size-8 averages groups of 8 ranks, which does not divide the world of 6 (a:4 b:2)",
-        'set `on_misfit = "repair"` to average over uneven groups, or wait for 2 more ranks',
+        "give --on-misfit repair to average over uneven groups, or wait for 2 more ranks",
     )
 
 
@@ -94,7 +94,7 @@ def test_strict_holds_if_sizes_divide_the_world_but_would_split_a_node() -> None
     misfit = fit(hierarchy, Topology([Node("a", 1), Node("b", 2), Node("c", 1)]), on_misfit="strict")
     assert isinstance(misfit, Misfit)
     assert "cannot be made of whole nodes in rank order in the world of 4 (a:1 b:2 c:1)" in misfit.reason
-    assert misfit.hint == 'set `on_misfit = "repair"` to average over uneven groups'
+    assert misfit.hint == "give --on-misfit repair to average over uneven groups"
 
 
 def test_strict_holds_if_the_last_size_is_not_the_world() -> None:

@@ -38,8 +38,8 @@ def test_from_group_sizes_keeps_torchs_meaning() -> None:
         ("=4", "'=4' is not a level", "for example node=4"),
         ("node=4.5,global=9", "'node=4.5' is not a level", "for example node=4"),
         ("node=four,global=9", "'node=four' is not a level", "for example node=4"),
-        ("node=4,,global=8", "an empty level between two commas", "for example node=4"),
-        ("node=4,global=8,", "an empty level between two commas", "for example node=4"),
+        ("node=4,,global=8", "a comma without a level", "for example node=4"),
+        ("node=4,global=8,", "a comma without a level", "for example node=4"),
         ("no de=4,global=8", "'no de=4' is not a level", "for example node=4"),
         ("node=4:,global=8", "'node=4:' is not a level", "for example node=4"),
         (f"global={'9' * 30}", "is not a level", "for example node=4"),
@@ -48,9 +48,13 @@ def test_from_group_sizes_keeps_torchs_meaning() -> None:
         ("node=-4,global=8", "level node has the period -4", "1 or more"),
         ("node=8,global=8", "level global has the period 8, not longer than the 8 of node", "16 or another"),
         ("node=16,zone=4,global=64", "level zone has the period 4, not longer than the 16", "32 or another"),
-        ("node=4,global=18", "the period 18, not a multiple of the 4 of node", "take 16 or 20"),
-        ("node=4,global=6", "the period 6, not a multiple of the 4 of node", "take 8"),
-        ("node=4,zone=16", "the hierarchy node and zone has no global level", "end with global"),
+        (
+            "node=4,global=18",
+            "the period 18, not a multiple of the 4 of node",
+            "give global the period 16 or 20",
+        ),
+        ("node=4,global=6", "the period 6, not a multiple of the 4 of node", "give global the period 8"),
+        ("node=4,zone=16", "the hierarchy has no level global, only node and zone", "end with global"),
         ("global=4,node=8", "level node comes after global", "global last"),
         ("node=4,global=8,zone=16", "level zone comes after global", "global last"),
         ("zone=4,node=8,global=16", "level node comes after zone", "node before any label"),
@@ -58,7 +62,7 @@ def test_from_group_sizes_keeps_torchs_meaning() -> None:
         (
             ",".join(f"l{index}={2**index}" for index in range(16)) + f",global={2**16}",
             "the hierarchy has 17 levels",
-            "up to 16",
+            "16 at most",
         ),
         ("size-0=2,global=8", "level size-0 has groups of 0 ranks", "at least one rank"),
         ("size-8=2,size-4=4,global=8", "groups of 4 ranks, not larger than the 8", "for example 16"),
@@ -78,7 +82,7 @@ def test_reports_everything_wrong_at_once() -> None:
         Hierarchy.parse("node=4,node=6,zone=7")
     text = str(error.value)
     assert "level node is written 2 times" in text
-    assert "has no global level" in text
+    assert "has no level global" in text
     assert "level node has the period 6, not a multiple of the 4" in text.replace("\n", " ")
 
 
