@@ -141,7 +141,8 @@ def main() -> int:
             failed[benchmark.name] = why
     found, problems = read(folder, without=failed)
     table, missing = peers.make_what_there_is(found)
-    print(table)
+    if table:
+        print(table)
     kept: list[str] = []
     try:
         kept, wrong = write_page(arguments.readme, found)

@@ -370,7 +370,8 @@ def tell_place(steps: Sequence[Step], at_s: float) -> tuple[float, int, bool]:
 def restore(job: Job, event: str) -> None:
     """Have what the next event needs. `TimeoutError` if the job does not come to it."""
     since_s = time.monotonic()
-    if event == FROZEN:
+    # Nobody but ours notices a worker that hangs, and starts it anew.
+    if event == FROZEN or (event == HANGS and not job.system.is_ours):
         kill_node(job.nodes["c"])
         job.start_node("c")
     job.await_together((*NAMES, JOINER) if event == JOINS else NAMES, since_s=since_s)

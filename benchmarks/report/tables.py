@@ -220,9 +220,11 @@ def make_rendezvous(documents: Documents) -> str:
             unit = ""
         body.append(cells)
     loads = [row.load for some in found.values() for row in some]
+    counts = [max(len(found[event, each]) for event in figures.TORCHRUN_EVENTS) for each in figures.SETTINGS]
     caption = paragraph(
-        "From the event to the next step, `benchmarks/rendezvous.py`, medians in seconds; 3 agents of 1 "
-        f"worker, gloo, {told_machine(document.machine, peers=['etcd'])}, load {span(loads)}:"
+        "From the event to the next step, `benchmarks/rendezvous.py`, seconds, medians of "
+        f"{plural(counts[0], 'run')} of etcd3, {counts[1]} of c10d, {counts[2]} of c10d tuned; "
+        f"3 agents of 1 worker, gloo, {told_machine(document.machine, peers=['etcd'])}, load {span(loads)}:"
     )
     head = ["event", "`etcd3`, defaults", "`c10d`, defaults", "`c10d`, tuned"]
     return f"{caption}\n\n{table(head, body)}\n\n{agents_paragraph(document)}"

@@ -4,10 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import recovery
+import recovery_jobs
+import rendezvous
+import torchrun_jobs
 from report import figures
 from report.documents import Document, parse, rows
 
@@ -104,6 +109,36 @@ def test_the_recovery_benchmark_reports_tables_and_json(tmp_path: Path) -> None:
     assert rest["call_us"] > 0
     assert found["alone_us"] > 0
     assert len(rest["core_shares"]) == 3
+
+
+def test_what_a_peer_did_not_get_over_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither under `recovery.py` nor under `rendezvous.py`; what ours promised is tried every time."""
+    tried: list[tuple[str, str]] = []
+
+    def live(system: Any, events: Sequence[str], *_: object, **__: object) -> list[Any]:
+        tried.extend((system.name, event) for event in events)
+        if isinstance(system, recovery_jobs.System):
+            return [recovery_jobs.Outcome(event, system.name, 1.0, failure="job lost") for event in events]
+        return [torchrun_jobs.Outcome(event, system.name, 1.0, failure="job lost") for event in events]
+
+    etcd: Any = None
+    monkeypatch.setattr(recovery, "measure_life", live)
+    systems = [
+        system for system in recovery_jobs.SYSTEMS if system.name in (figures.RUN, figures.TORCHRUN_TUNED)
+    ]
+    recovery.measure_events(etcd, tmp_path, systems=systems, events=["node killed"], num_repeats=2)
+    monkeypatch.setattr(rendezvous, "measure_life", live)
+    settings = [each for each in torchrun_jobs.SETTINGS if each.name in (figures.ETCD3, figures.C10D_TUNED)]
+    rendezvous.measure_torchrun(etcd, tmp_path, settings=settings, events=["node killed"], num_repeats=2)
+    names = [name for name, _ in tried]
+    assert {name: names.count(name) for name in names} == {
+        figures.RUN: 2,
+        figures.TORCHRUN_TUNED: 1,
+        figures.ETCD3: 2,
+        figures.C10D_TUNED: 1,
+    }
 
 
 HOSTS = """
