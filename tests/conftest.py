@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from tests.averaging.ranks import Ranks
 
 pytest_plugins = ["pytester"]
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and all that they start with them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -29,7 +29,14 @@ def build(rank: Rank, tensor: torch.Tensor, places: str, *, timeout_s: float = 2
     flat = FlatModel(["tensor"], lambda: [tensor])
     peers = rank.peers(*places)
     return AveragingGroup(
-        flat, rank.store("group"), level="global", index=rank.rank, peers=peers, timeout_s=timeout_s
+        flat,
+        rank.store("group"),
+        level="global",
+        index=rank.rank,
+        peers=peers,
+        timeout_s=timeout_s,
+        # A busy machine may take its time to start what is not measured yet.
+        build_timeout_s=60,
     )
 
 

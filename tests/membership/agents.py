@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-HEARD_S = 60.0
+HEARD_S = 180.0
 
 
 class AgentProcess:
