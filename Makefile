@@ -16,14 +16,19 @@ help:
 	@echo "make clean   remove .venv and what the tools left"
 
 # Not isolated: an isolated build would fetch its own setuptools, past the constraints.
-$(VENV)/installed: pyproject.toml constraints.txt
-	@echo "setting up $(VENV)" >&2
+$(VENV)/package: pyproject.toml constraints.txt
+	@echo "setting up $(VENV): torch and a few small packages, about 1 GB; once" >&2
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP_INSTALL) setuptools
+	@$(PIP_INSTALL) --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/installed: $(VENV)/package
+	@echo "adding what the tests need, about another GB; once" >&2
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[test]'
 	@touch $@
 
-demo: $(VENV)/installed
+demo: $(VENV)/package
 	@$(BIN)/hieravg demo
 
 test: $(VENV)/installed

@@ -120,7 +120,7 @@ def test_the_metadata_say_what_it_is(wheel: Path) -> None:
     assert not found.get_all("Project-URL")
     assert not found["Home-page"]
     needed = {text for text in found.get_all("Requires-Dist", []) if "extra ==" not in text}
-    assert needed == {"etcd3", "prometheus-client", "rich", "torch"}
+    assert needed == {"etcd3", "numpy", "prometheus-client", "rich", "torch"}
 
 
 def test_the_installed_package_is_the_wheel_and_its_commands_run(installed: Path, tmp_path: Path) -> None:
