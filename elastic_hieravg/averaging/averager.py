@@ -182,8 +182,10 @@ class HierarchicalAverager:
         )
 
     def rounds_committed(self) -> dict[str, int]:
-        """For each of this rank's groups, by the name of its key, the last round whose result it took."""
-        return {key.name: group.committed_index for key, group in self._groups.items()}
+        """For each of this rank's groups, by the name of its key, the last round whose result it took. Any
+        thread may ask.
+        """
+        return {key.name: group.committed_index for key, group in list(self._groups.items())}
 
     @property
     def in_doubt(self) -> tuple[str, int] | None:

@@ -27,12 +27,13 @@ from elastic_hieravg.metrics.catalogue import Cause
 from elastic_hieravg.metrics.tally import Tally
 from elastic_hieravg.plan import GroupKey, PlannedLevel
 from elastic_hieravg.worker.boundary import END_DOUBT_S, END_WAIT_S, FENCE_WAIT_S, RETRY_WAIT_S, Boundary
-from elastic_hieravg.worker.doubt import Doubt
-from elastic_hieravg.worker.generations import Entering, Generations
+from elastic_hieravg.worker.doubt import Doubt, Results
+from elastic_hieravg.worker.generations import Generations
 from elastic_hieravg.worker.hooked_gradients import HookedGradients
 from elastic_hieravg.worker.keeping import Keeper
 from elastic_hieravg.worker.optimizer_state import copy_state, parameters_of, take_state
 from elastic_hieravg.worker.roles import Role
+from elastic_hieravg.worker.ways import Entering
 
 # A round that fails in every generation is given up after so many.
 TRIES_MAX = 10
@@ -69,6 +70,7 @@ class ElasticAverager:
         self._is_draining = False
         self._running: PlannedLevel | None = None
         self._doubt: Doubt | None = None
+        self._results = Results()
         # Steps are counted under it: nobody names a step as the next one while it is being made.
         self._counting = threading.Lock()
         self._current: Adopted | None = None
@@ -214,7 +216,7 @@ class ElasticAverager:
                 self._engine.step_count + (0 if is_still else 1),
                 holds_model=self._holds_model and not is_out,
                 wants_round=self._lost_round or kind is Kind.ROUND,
-                committed=self._engine.rounds_committed(),
+                committed=self._results.known(self._engine.rounds_committed()),
                 worked=(is_out and self._number) or self._worked,
             )
 
@@ -310,6 +312,7 @@ class ElasticAverager:
         self._settle(entry)
         if entering.state is not None and not self._holds_model:
             take_state(self._optimizer, entering.state, step=entry.step)
+        self._results.leave(engine.rounds_committed())
         engine.switch(
             entering.adopted.plan,
             rank=entering.rank,

@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -20,11 +19,11 @@ from elastic_hieravg.averaging.averager import HierarchicalAverager
 from elastic_hieravg.averaging.flat import FlatModel, first_difference
 from elastic_hieravg.averaging.groups import Group
 from elastic_hieravg.averaging.rounds import AveragingGroup
-from elastic_hieravg.errors import DifferentTensorsError, HierAvgError, Problem
+from elastic_hieravg.errors import DifferentTensorsError, HierAvgError, ParametersError, Problem
 from elastic_hieravg.membership.embedded import EmbeddedKeyValue
 from elastic_hieravg.membership.local import Follow
 from elastic_hieravg.membership.messages import Adopted
-from elastic_hieravg.membership.opening import Entry, Opening, entry_of, read_opening, replaced_keys
+from elastic_hieravg.membership.opening import Opening, entry_of, read_opening, replaced_keys
 from elastic_hieravg.membership.proposing import plan_generation
 from elastic_hieravg.membership.records import Kind, read_generation, read_job
 from elastic_hieravg.plan import GroupKey, PlannedLevel
@@ -41,6 +40,7 @@ from elastic_hieravg.worker.roles import (
     sources_of,
     strangers_of,
 )
+from elastic_hieravg.worker.ways import Entering, Way
 
 # How long everybody's groups and openings may take; a rank may be in the middle of a long step.
 OPENING_TIMEOUT_S = 600.0
@@ -51,37 +51,6 @@ RETRY_S = 0.5
 CLOSE_TIMEOUT_S = 5.0
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Entering:
-    """A generation that this rank can enter, with what it needs for it. `state` is for a rank that is new."""
-
-    adopted: Adopted
-    rank: int
-    wanted: Mapping[str, GroupKey]
-    entry: Entry
-    gradients: Mapping[GroupKey, Group]
-    state: StateTaken | None
-
-
-@dataclass(eq=False, slots=True)
-class _Way:
-    """The way to one generation. `opening`: what this rank has said, until it has entered.
-
-    `is_state_asked`: the training thread's optimizer state is wanted, and then there. `passing` is the group in
-    which it is averaged.
-    """
-
-    adopted: Adopted
-    follow: Follow
-    rank: int
-    is_over: bool = False
-    opening: Opening | None = None
-    is_state_asked: bool = False
-    state: StateCopy | None = None
-    passing: AveragingGroup | None = None
-    gradients: dict[GroupKey, Group] = field(default_factory=dict)
 
 
 class Generations:
@@ -112,7 +81,7 @@ class Generations:
         self._parameters = parameters
         self._on_news = on_news
         self._on_broken = on_broken
-        self._way: _Way | None = None
+        self._way: Way | None = None
         self._built: dict[GroupKey, AveragingGroup] = {}
         self._entering: Entering | None = None
         self._store: tuple[tuple[str, int], EmbeddedKeyValue] | None = None
@@ -130,7 +99,7 @@ class Generations:
         assert plan.digest == generation.digest, "agent and worker make the same plan of the same members"
         adopted = Adopted(generation, plan, generation.keys(plan))
         places = {node.node_id: ranks for node, ranks in plan.topology.placed()}
-        way = _Way(adopted, follow, places[follow.node_id][self._local_rank])
+        way = Way(adopted, follow, places[follow.node_id][self._local_rank])
         with self.changed:
             is_old = self._way is not None and self._way.adopted.generation.number >= generation.number
             if is_old or self._is_closed:
@@ -261,14 +230,19 @@ class Generations:
 
     # --- the way ----------------------------------------------------------------------------------------------
 
-    def _walk(self, way: _Way) -> None:
+    def _walk(self, way: Way) -> None:
         """To the end of the way, or to its failure, of which the agent is told so that another one is made."""
         while not way.is_over:
             try:
                 self._go(way)
-            except DifferentTensorsError as exc:
-                # For the training thread, which waits to be taken in.
-                self.error = exc
+            except ParametersError as exc:
+                # Trying again is of no use. Who waits to be taken in cannot be in the job, and ends; the others
+                # go on as they are until there is a generation without it.
+                if self._role().holds_model:
+                    number = way.adopted.generation.number
+                    _log.warning("generation %s cannot be entered; training goes on as it is: %s", number, exc)
+                else:
+                    self.error = exc
                 self._on_news()
                 return
             except (HierAvgError, RuntimeError, OSError) as exc:
@@ -284,7 +258,7 @@ class Generations:
             else:
                 return
 
-    def _failed(self, way: _Way, error: Exception) -> bool:
+    def _failed(self, way: Way, error: Exception) -> bool:
         """Report what this rank has not and others may have. False if there is nothing to report."""
         with self.changed:
             is_over = way.is_over
@@ -305,9 +279,9 @@ class Generations:
             self._on_broken(key)
         return bool(wanted)
 
-    def _go(self, way: _Way) -> None:
+    def _go(self, way: Way) -> None:
         plan, number = way.adopted.plan, way.adopted.generation.number
-        store = GroupStore(self._reach(way.follow), f"/generation/{number}/", is_over=lambda: way.is_over)
+        store = GroupStore(self._reach(way), f"/generation/{number}/", is_over=lambda: way.is_over)
         wanted = self._engine.own_keys(plan, rank=way.rank, keys=way.adopted.keys)
         self._drop(way, lambda key: key not in wanted.values())
         for key, level in self._meet(way, store, wanted).items():
@@ -346,7 +320,7 @@ class Generations:
         self._on_news()
 
     def _meet(
-        self, way: _Way, store: GroupStore, wanted: Mapping[str, GroupKey]
+        self, way: Way, store: GroupStore, wanted: Mapping[str, GroupKey]
     ) -> dict[GroupKey, PlannedLevel]:
         """Wait for everybody on this way; the groups that have to be built then."""
         plan, tensors = way.adopted.plan, "\n".join(self._engine.tensors)
@@ -371,7 +345,7 @@ class Generations:
         self._drop(way, lambda key: key in missing)
         return missing
 
-    def _await_end(self, way: _Way) -> None:
+    def _await_end(self, way: Way) -> None:
         deadline_s = time.monotonic() + OPENING_TIMEOUT_S
         with self.changed:
             while not way.is_over:
@@ -380,7 +354,7 @@ class Generations:
         raise RuntimeError("some nodes have another model than the job's")
 
     def _bring_state(
-        self, way: _Way, store: GroupStore, wanted: Mapping[str, GroupKey], sources: Sequence[int]
+        self, way: Way, store: GroupStore, wanted: Mapping[str, GroupKey], sources: Sequence[int]
     ) -> StateTaken | None:
         """Take part in bringing optimizer state to those who are new; what there is for this rank, if it is."""
         plan, rank = way.adopted.plan, way.rank
@@ -422,7 +396,7 @@ class Generations:
         finally:
             way.passing = None
 
-    def _ask_state(self, way: _Way) -> bool:
+    def _ask_state(self, way: Way) -> bool:
         """Have the training thread copy its optimizer's state; False if the way is over before."""
         deadline_s = time.monotonic() + OPENING_TIMEOUT_S
         with self.changed:
@@ -436,7 +410,7 @@ class Generations:
             return not way.is_over
 
     def _build_missing_gradients(
-        self, way: _Way, store: GroupStore, missing: Mapping[GroupKey, PlannedLevel]
+        self, way: Way, store: GroupStore, missing: Mapping[GroupKey, PlannedLevel]
     ) -> None:
         for key, level in missing.items():
             group = self._engine.build_gradients(
@@ -452,11 +426,11 @@ class Generations:
                 if way.is_over:
                     self._drop_gradients(way)
 
-    def _drop_gradients(self, way: _Way) -> None:
+    def _drop_gradients(self, way: Way) -> None:
         while way.gradients:
             way.gradients.popitem()[1].close()
 
-    def _ask(self, way: _Way) -> Opening | None:
+    def _ask(self, way: Way) -> Opening | None:
         """Say where this rank stands; None if the way is over before that is known."""
         deadline_s = time.monotonic() + OPENING_TIMEOUT_S
         with self.changed:
@@ -469,16 +443,20 @@ class Generations:
                     raise RuntimeError("a round that was cut did not end in time")
             return None
 
-    def _reach(self, follow: Follow) -> EmbeddedKeyValue:
+    def _reach(self, way: Way) -> EmbeddedKeyValue:
         """The generation's group store; the connection is kept while it is the same."""
-        where = follow.address, follow.port
-        if self._store is None or self._store[0] != where:
-            before, self._store = self._store, (where, EmbeddedKeyValue(*where, run_id="groups"))
-            if before is not None:
-                before[1].close()
-        return self._store[1]
+        where = way.follow.address, way.follow.port
+        with self.changed:
+            if way.is_over:
+                # The connection is a newer way's by now.
+                raise RuntimeError("nobody needs this any more")
+            if self._store is None or self._store[0] != where:
+                before, self._store = self._store, (where, EmbeddedKeyValue(*where, run_id="groups"))
+                if before is not None:
+                    before[1].close()
+            return self._store[1]
 
-    def _drop(self, way: _Way, is_gone: Callable[[GroupKey], bool]) -> None:
+    def _drop(self, way: Way, is_gone: Callable[[GroupKey], bool]) -> None:
         """Close what was built for generations that were never entered, unless a newer way works on it."""
         with self.changed:
             gone = [] if way.is_over else [key for key in self._built if is_gone(key)]

@@ -8,7 +8,7 @@ generation, the rules of opening.
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
@@ -23,12 +23,12 @@ from elastic_hieravg.averaging.averager import HierarchicalAverager
 from elastic_hieravg.averaging.header import Agreement
 from elastic_hieravg.averaging.mesh import lost
 from elastic_hieravg.averaging.rounds import Contribution
-from elastic_hieravg.errors import InDoubtError
+from elastic_hieravg.errors import InDoubtError, ParametersError
 from elastic_hieravg.events import Outcome, RoundDone
 from elastic_hieravg.membership.local import Follow, FromWorker
 from elastic_hieravg.membership.memory import MemoryKeyValue
 from elastic_hieravg.membership.messages import Adopted
-from elastic_hieravg.membership.opening import Opening
+from elastic_hieravg.membership.opening import Opening, read_opening
 from elastic_hieravg.membership.proposing import plan_generation
 from elastic_hieravg.membership.records import Generation, Job, Kind
 from elastic_hieravg.metrics.tally import Tally
@@ -102,14 +102,20 @@ class ScriptedGroup:
 
 
 class ScriptedEngine(HierarchicalAverager):
-    """`fates`: how the next rounds end; all further ones are committed."""
+    """`fates`: how the next rounds end; all further ones are committed. `refusal`: what it says to any plan."""
 
     def __init__(self, model: nn.Module, **settings: Any) -> None:
         self.model = model
         self.fates: list[Fate] = []
         self.num_faults = 0
         self.is_other_ending = False
+        self.refusal: ParametersError | None = None
         super().__init__(model, **settings)
+
+    def own_keys(self, plan: Plan, *, rank: int, keys: Collection[GroupKey]) -> dict[str, GroupKey]:
+        if self.refusal is not None:
+            raise self.refusal
+        return super().own_keys(plan, rank=rank, keys=keys)
 
     def build(self, *_: object, **__: object) -> ScriptedGroup:  # type: ignore[override]
         return ScriptedGroup(self)
@@ -223,6 +229,11 @@ class LoneRank:
     def await_entry(self) -> None:
         """Until it knows where all enter the newest generation."""
         wait_for("the entry", lambda: self._is_of_newest() and self._generations.entering is not None)
+
+    def own_opening(self) -> Opening:
+        """What it has said on the way to the newest generation."""
+        store = GroupStore(self.kv, f"/generation/{self.newest}/")
+        return read_opening(store.await_all(["opening/0"], timeout_s=WITHIN_S)[0].decode())
 
     def when_waiting(self, act: Callable[[], None]) -> None:
         """Do something, in another thread, once the training thread waits where it can enter a generation."""
