@@ -74,8 +74,10 @@ def main() -> None:
 
     values = torch.cat([each.flatten().double() for each in model.state_dict().values()])
     digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()[:12]
+    # A worker that joins in the very last round makes no step.
+    trend = f"{losses[0]:.4f} to {losses[-1]:.4f}" if losses else "unknown"
     print(
-        f"rank {job.rank}: {len(losses)} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}, model {digest}, "
+        f"rank {job.rank}: {len(losses)} steps, loss {trend}, model {digest}, "
         f"accuracy {accuracy(model, *held_out):.2f}"
     )
 

@@ -71,7 +71,9 @@ def main() -> None:
     # Behind the block all replicas are bit-identical.
     values = nn.utils.parameters_to_vector(model.parameters()).detach()
     digest = hashlib.sha256(values.numpy().tobytes()).hexdigest()[:12]
-    print(f"rank {job.rank}: {len(losses)} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}, model {digest}")
+    # A worker that joins in the very last round makes no step.
+    trend = f"{losses[0]:.4f} to {losses[-1]:.4f}" if losses else "unknown"
+    print(f"rank {job.rank}: {len(losses)} steps, loss {trend}, model {digest}")
 
 
 if __name__ == "__main__":
