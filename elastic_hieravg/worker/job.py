@@ -90,7 +90,7 @@ def _enter_once(socket: str, local_rank: int) -> None:
     if place in _entered:
         raise MembershipError(
             Problem(
-                f"this process ({place[0]}) has joined the job already",
+                f"worker {local_rank} has joined the job already",
                 "call eh.join(), or eh.attach(), once in a script: the job ends with the first one",
             )
         )
