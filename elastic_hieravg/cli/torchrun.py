@@ -37,6 +37,11 @@ def torchrun_parser() -> argparse.ArgumentParser:
     parser.prog = "hieravg run"
     # All flags in a row would hide what is wrong; the help has them.
     parser.usage = USAGE
+    for action in parser._actions:  # noqa: SLF001 - torch names them as its own code does
+        if action.dest == "training_script":
+            action.metavar = "SCRIPT"
+        elif action.dest == "training_script_args":
+            action.metavar, action.required = "...", False
     parser.description = "Takes all of torchrun's flags; those of elastic_hieravg come last."
     for name, value in DEFAULTS.items():
         if f"PET_{name.upper()}" not in variables:
