@@ -379,7 +379,9 @@ class InPlaceNode:
         """Say once, after a moment, what a node waits for that is in no generation."""
         status = self._membership.status
         reason, since_s = self._waiting
-        if status.is_listed or status.ended is not None or status.error is not None:
+        # As long as its own workers start there is nothing that others could do.
+        is_ready = len(self._ready) == self._slots
+        if not is_ready or status.is_listed or status.ended is not None or status.error is not None:
             self._waiting = ("", math.inf)
         elif status.decision.reason != reason:
             self._waiting = (status.decision.reason, now_s)

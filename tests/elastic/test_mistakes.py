@@ -10,6 +10,7 @@ import pytest
 from elastic_hieravg.agent import launch
 from elastic_hieravg.agent.elastic_agent import last_sentence
 from elastic_hieravg.cli import main
+from tests.elastic.jobs import running_job
 
 FIRST = "Traceback (most recent call last):\n  File a\nKeyError: 1\n\n"
 SECOND = "Traceback (most recent call last):\n  File b\nOurError: it broke\n\nhint: mend it\n"
@@ -99,6 +100,15 @@ def test_a_misspelt_flag_is_told_in_a_few_lines(script: str, capsys: pytest.Capt
     ]
 
 
+def test_a_missing_script_is_told_in_a_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *ALONE])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "hieravg run: error: the following arguments are required: SCRIPT"
+    ]
+
+
 def test_a_misspelt_variable_is_warned_of(
     script: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,3 +156,11 @@ def test_what_ends_it_early_is_one_line(  # noqa: PLR0917 - fixtures
 )
 def test_of_a_traceback_the_end_is_told(text: str, told: str) -> None:
     assert last_sentence(text) == told
+
+
+def test_a_node_says_where_it_looks_for_the_job_and_what_it_waits_for(tmp_path: Path) -> None:
+    with running_job(tmp_path / "job", nnodes="2:2") as job:
+        job.start("a")
+        job.wait_for("a says so", lambda: "this node waits: 1 of at least 2 nodes" in job.log("a"))
+        assert "looking for run " in job.log("a")
+        assert "0 of at least 2 nodes" not in job.log("a")
