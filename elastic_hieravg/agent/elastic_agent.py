@@ -371,6 +371,7 @@ class RestartingAgent(LocalElasticAgent):
         self._last_seen: RunResult | None = None
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._telemetry.workers_start()
         with self._telemetry.meeting():
             super()._rendezvous(worker_group)
 

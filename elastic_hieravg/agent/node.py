@@ -117,6 +117,7 @@ class InPlaceNode:
 
     def workers_start(self, *, is_first: bool) -> None:
         """All workers of the node are about to start, for the first time or anew."""
+        self.telemetry.workers_start()
         with self._lock:
             self._ready.clear()
             self._entered.clear()

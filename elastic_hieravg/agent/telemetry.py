@@ -39,7 +39,16 @@ from elastic_hieravg.metrics.pace import Pace
 from elastic_hieravg.metrics.recovery import Phases, Recovery
 from elastic_hieravg.metrics.registry import Registry
 from elastic_hieravg.metrics.samples import Samples, read_samples
-from elastic_hieravg.metrics.status import Document, JobSeen, WorkerSeen, status, status_json, summary
+from elastic_hieravg.metrics.status import (
+    DONE,
+    STARTING,
+    Document,
+    JobSeen,
+    WorkerSeen,
+    status,
+    status_json,
+    summary,
+)
 from elastic_hieravg.metrics.summaries import Summaries
 from elastic_hieravg.metrics.timeline import Timeline
 from elastic_hieravg.plan import NoteKind, Plan
@@ -96,7 +105,7 @@ class Telemetry:
         self._facts = facts or Facts()
         self._facts.run, self._facts.node = run_id, node_id
         self._has_complained = False
-        self._workers = [WorkerSeen(slot, restarts=-1) for slot in range(slots)]
+        self._workers = [WorkerSeen(slot, restarts=-1, absence=STARTING) for slot in range(slots)]
         self._timeline = Timeline(clock(), slots=slots)
         self._recovery = Recovery()
         self._board = Board(nodes_max=job.nodes_max)
@@ -226,6 +235,17 @@ class Telemetry:
                 self._is_store_up = isinstance(notice, StoreBack)
 
     @_harmless
+    def workers_start(self) -> None:
+        """All workers of this node are about to start, for the first time or anew."""
+        for before in self._workers:
+            if before.process_id:
+                self._timeline.gone(self._clock(), slot=before.local_rank)
+        self._workers = [
+            WorkerSeen(before.local_rank, restarts=before.restarts, absence=STARTING)
+            for before in self._workers
+        ]
+
+    @_harmless
     def worker_came(self, local_rank: int, process_id: int) -> None:
         before = self._workers[local_rank]
         self._workers[local_rank] = WorkerSeen(local_rank, process_id, restarts=before.restarts + 1)
@@ -236,13 +256,14 @@ class Telemetry:
         self.registry.drop(local_rank=local_rank, process_id=process_id)
         before = self._workers[local_rank]
         if before.process_id == process_id:
-            self._workers[local_rank] = WorkerSeen(local_rank, restarts=before.restarts)
+            self._workers[local_rank] = replace(before, process_id=0, samples=None)
             self._timeline.gone(self._clock(), slot=local_rank)
             self._recovery.forget()
 
     @_harmless
     def worker_done(self, local_rank: int) -> None:
         """Its training loop has ended."""
+        self._workers[local_rank] = replace(self._workers[local_rank], absence=DONE)
         self._timeline.done(self._clock(), slot=local_rank)
 
     @_harmless
@@ -257,7 +278,7 @@ class Telemetry:
             self.complain()
             return
         self.registry.take(samples, local_rank=local_rank, process_id=process_id)
-        self._workers[local_rank] = WorkerSeen(local_rank, process_id, samples, before.restarts)
+        self._workers[local_rank] = replace(before, samples=samples)
         self._timeline.told(
             self._clock(),
             slot=local_rank,
@@ -299,7 +320,7 @@ class Telemetry:
         registry.count(names.REPORTS_DROPPED, amount=0.0)
         registry.set_gauge(names.GENERATION, value=0)
         registry.set_gauge(names.WORLD_RANKS, value=0)
-        registry.set_gauges(names.NODES, {(str(state),): 0 for state in names.NodeShown})
+        registry.set_gauges(names.NODES, {(str(state),): 0 for state in self._board.count_by_state()})
         self._note_plan(None)
 
     def _note_bounds(self, bounds: Bounds) -> None:
@@ -395,13 +416,12 @@ class Telemetry:
 
     def _summary(self) -> Document:
         with self.lock:
+            step_seconds = self._pace.step_seconds_of
             workers = [
-                WorkerSeen(
-                    each.local_rank,
-                    each.process_id,
-                    each.samples,
-                    max(0, each.restarts),
-                    self._pace.step_seconds_of.get((each.local_rank, each.process_id)),
+                replace(
+                    each,
+                    restarts=max(0, each.restarts),
+                    step_seconds=step_seconds.get((each.local_rank, each.process_id)),
                 )
                 for each in self._workers
             ]

@@ -150,7 +150,9 @@ def _of_level(status: Status, level: LevelStatus) -> Iterator[Finding]:
 
 
 def _is_busy(status: Status) -> bool:
-    return any(worker.state != "quiet" for node in status.training for worker in node.workers)
+    return any(
+        worker.state not in ("quiet", "starting", "done") for node in status.training for worker in node.workers
+    )
 
 
 def _slow(status: Status, node: NodeStatus) -> Iterator[Finding]:

@@ -9,17 +9,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic_hieravg.membership.decisions import View
+from elastic_hieravg.membership.mirror import LEFT
 from elastic_hieravg.membership.records import Generation, NodeState
 from elastic_hieravg.metrics.catalogue import NodeShown
 from elastic_hieravg.plan import Node
 
 EVENTS_MAX = 200
 LOST_MAX = 256
+# So long it is shown of a node that it left: who looks after a scale-down finds it.
+LEFT_SHOWN_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A node as it is shown. `reason`: why it is lost. `since_s`: for how long it is in this state."""
+    """A node as it is shown. `reason`: why it is lost, or left. `since_s`: for how long it is in this state."""
 
     node: Node
     state: NodeShown
@@ -57,8 +60,10 @@ class Board:
         for node_id, loss in (view.lost or {}).items():
             self._why.setdefault(node_id, loss.why)
         shown = self._shown(now_s, view)
-        for node_id in shown:
-            self._lost.pop(node_id, None)
+        for node_id, seen in shown.items():
+            # The record of one that leaves outlives its part in the job for a moment.
+            if seen.state is not NodeShown.LEAVING:
+                self._lost.pop(node_id, None)
         before, self.nodes = self.nodes, {}
         for node_id, seen in {**shown, **self._lost}.items():
             old = before.get(node_id)
@@ -69,9 +74,18 @@ class Board:
         seen = self.nodes.get(node_id)
         return seen is not None and seen.state is NodeShown.TRAINING
 
+    def shown(self, now_s: float) -> dict[str, Seen]:
+        """The nodes without those that left long ago."""
+        return {
+            node_id: seen
+            for node_id, seen in self.nodes.items()
+            if seen.state is not NodeShown.LEFT or now_s <= seen.since_s + LEFT_SHOWN_S
+        }
+
     def count_by_state(self) -> dict[NodeShown, int]:
+        """How many nodes of the job there are in each state; who left is none of them."""
         counts = Counter(seen.state for seen in self.nodes.values())
-        return {state: counts[state] for state in NodeShown}
+        return {state: counts[state] for state in NodeShown if state is not NodeShown.LEFT}
 
     def _follow(self, now_s: float, generation: Generation) -> None:
         before = self.generation
@@ -85,8 +99,10 @@ class Board:
         )
         for node_id in left:
             address = before.addresses.get(node_id, "") if before else ""
-            why = self._why.get(node_id, generation.reason)
-            self._lost[node_id] = Seen(was[node_id], NodeShown.LOST, address, now_s, why)
+            is_on_purpose = f"{node_id}: {LEFT}" in generation.reason
+            why = self._why.get(node_id, LEFT if is_on_purpose else generation.reason)
+            state = NodeShown.LEFT if why == LEFT else NodeShown.LOST
+            self._lost[node_id] = Seen(was[node_id], state, address, now_s, why)
         while len(self._lost) > LOST_MAX:
             del self._lost[next(iter(self._lost))]
         self._why = {}

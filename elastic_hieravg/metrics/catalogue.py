@@ -53,6 +53,7 @@ class NodeShown(StrEnum):
     SPARE = "spare"  # ready, above nodes_max
     LEAVING = "leaving"
     LOST = "lost"  # was in a generation, and is not any more
+    LEFT = "left"  # the same, on purpose: for people only, no metric counts it
 
 
 class RestartReason(StrEnum):

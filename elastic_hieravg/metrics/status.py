@@ -8,7 +8,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastic_hieravg.membership.records import Job
@@ -24,21 +24,26 @@ WORKERS_MAX = 256
 VALUES_MAX = 50
 # A node is a straggler if its steps take so many times the median.
 STRAGGLER_TIMES = 1.3
-GONE = "gone"
 JOINING = "joining"
+# Of a worker that is not there: it has not spoken since it was started, its loop has ended, or it is missed.
+STARTING, DONE, GONE = "starting", "done", "gone"
 
 Document = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSeen:
-    """A worker's place. `samples` are None before its first report; `process_id` is 0 if nobody is there."""
+    """A worker's place. `samples` are None before its first report; `process_id` is 0 if nobody is there.
+
+    `absence`: what it is called while nobody is.
+    """
 
     local_rank: int
     process_id: int = 0
     samples: Samples | None = None
     restarts: int = 0
     step_seconds: float | None = None
+    absence: str = GONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +67,6 @@ def summary(
 ) -> Document:
     """What a node tells the others about itself."""
     heard = [each.samples for each in workers if each.samples is not None]
-    rounds: dict[str, LastRound] = {}
-    for samples in heard:
-        for level, last in samples.rounds.items():
-            if level not in rounds or rounds[level].at_s < last.at_s:
-                rounds[level] = last
     return {
         "at_s": round(now_s, 3),
         "metrics_port": metrics_port,
@@ -75,7 +75,7 @@ def summary(
         "step_seconds": list(pace.points),
         "step": max((samples.step for samples in heard), default=0),
         "workers": [_worker(each) for each in workers[:WORKERS_MAX]],
-        "rounds": {level: _last(last) for level, last in sorted(rounds.items())},
+        "rounds": {level: _last(last) for level, last in sorted(_last_rounds(heard).items())},
         "values": _values(heard),
     }
 
@@ -121,7 +121,7 @@ def status(now_s: float, *, seen: JobSeen, board: Board) -> Document:
             told=summaries.get(node_id) or {},
             is_straggler=node_id in stragglers,
         )
-        for node_id, node in board.nodes.items()
+        for node_id, node in board.shown(now_s).items()
     ]
     return {
         "version": VERSION,
@@ -194,7 +194,7 @@ def _node(now_s: float, seen: Seen, *, ranks: list[int], told: Document, is_stra
 
 def _worker(seen: WorkerSeen) -> Document:
     samples = seen.samples
-    state = GONE if not seen.process_id else samples.state if samples else JOINING
+    state = seen.absence if not seen.process_id else samples.state if samples else JOINING
     return {
         "local_rank": seen.local_rank,
         "rank": samples.rank if samples else None,
@@ -206,11 +206,25 @@ def _worker(seen: WorkerSeen) -> Document:
     }
 
 
+def _last_rounds(heard: list[Samples]) -> dict[str, LastRound]:
+    """The newest round of each level, with what all workers of the node sent in theirs.
+
+    The parts of one model are spread over them, unevenly if another node of the group has fewer.
+    """
+    found: dict[str, LastRound] = {}
+    for level in {level for samples in heard for level in samples.rounds}:
+        told = [samples.rounds[level] for samples in heard if level in samples.rounds]
+        newest = max(told, key=lambda last: last.at_s)
+        found[level] = replace(newest, sent_bytes=sum(last.sent_bytes for last in told))
+    return found
+
+
 def _last(last: LastRound) -> Document:
     return {
         "step": last.step,
         "seconds": _short(last.seconds),
-        "sent_bytes": last.sent_bytes,
+        # Not known before a worker has told that carries a part: nothing travels a network without bytes.
+        "sent_bytes": last.sent_bytes if last.sent_bytes or last.link == names.Link.SHM else None,
         "link": last.link,
         "outcome": last.outcome,
         "at_s": round(last.at_s, 3),

@@ -22,6 +22,10 @@ TRACE_POINTS_MAX = 60
 # Beyond this a number means nothing to anybody, and the page does not have it exactly either.
 NUMBER_MAX = 2.0**63
 
+# Of these nothing that they told before is of now.
+_AWAY = ("lost", "left")
+# As people are told why a generation was made: a script's loss is another thing, often in the same picture.
+_KINDS = {"loss": "lost"}
 _OF_NOW = ("workers", "step_seconds", "steps_per_s", "goodput_ratio", "is_straggler", "age_s")
 # C0 and C1, and what turns the direction of a line around.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]+")
@@ -179,7 +183,7 @@ def read_status(document: Mapping[str, object]) -> Status:
         began_s=_float(document.get("began_s")),
         backend=_text(document.get("backend")),
         generation=_int(generation.get("number")),
-        kind=_text(generation.get("kind")),
+        kind=_kind(generation.get("kind")),
         reason=_text(generation.get("reason")),
         hold=_text(generation.get("hold")),
         at_s=_float(generation.get("at_s")),
@@ -202,8 +206,8 @@ def read_status(document: Mapping[str, object]) -> Status:
 
 
 def _read_node(told: Mapping[str, object]) -> NodeStatus:
-    # What a node told before it was lost is not of now.
-    node = {key: value for key, value in told.items() if told.get("state") != "lost" or key not in _OF_NOW}
+    is_away = told.get("state") in _AWAY
+    node = {key: value for key, value in told.items() if not is_away or key not in _OF_NOW}
     labels = {_text(key): _text(value) for key, value in _record(node.get("labels")).items()}
     trace = [_float(each) for each in _list(node.get("step_seconds"))]
     return NodeStatus(
@@ -263,11 +267,16 @@ def _read_event(event: Mapping[str, object]) -> EventShown:
     return EventShown(
         at_s=_float(event.get("at_s")),
         generation=_int(event.get("generation")),
-        kind=_text(event.get("kind")),
+        kind=_kind(event.get("kind")),
         reason=_text(event.get("reason")),
         left=tuple(_text(each) for each in _list(event.get("left"))),
         came=tuple(_text(each) for each in _list(event.get("came"))),
     )
+
+
+def _kind(value: object) -> str:
+    told = _text(value)
+    return _KINDS.get(told, told)
 
 
 def _float(value: object) -> float | None:

@@ -46,12 +46,14 @@ _STYLES = {
     "training": "green",
     "averaging": "blue",
     "joining": "blue",
+    "starting": "blue",
     "leaving": "magenta",
+    "left": "dim",
+    "done": "dim",
     "lost": "bold white on red",
     "gone": "bold white on red",
     "failed": "bold white on red",
     "skipped": "bold black on yellow",
-    "loss": "bold red",
 }
 _SEVERITIES = {Severity.BAD: "bold white on red", Severity.WARN: "bold black on yellow"}
 
@@ -90,8 +92,10 @@ def _head(status: Status) -> RenderableType:
         lines.append(Text.assemble((" held ", _SEVERITIES[Severity.BAD]), " ", status.hold))
     if status.generation is not None:
         ago_s = status.ago_s(status.at_s)
+        # A reason that begins with the kind says it once.
+        kind = "" if status.reason.startswith(status.kind) else f", {status.kind}"
         made = "" if ago_s is None else f", {span_text(ago_s)} ago"
-        lines.append(Text(f"generation {status.generation}, {status.kind}{made}: {status.reason}"))
+        lines.append(Text(f"generation {status.generation}{kind}{made}: {status.reason}"))
     if status.action not in ("", "keep"):
         lines.append(Text(f"next, {status.action}: {status.because}"))
     asked = [f"hierarchy {status.hierarchy}" if status.hierarchy else "", status.mode]
@@ -233,9 +237,19 @@ def _levels(status: Status) -> RenderableType:
     if not status.levels:
         return Group(Text("none: there is nobody to average with, or no plan yet", style="dim"), *notes)
     table = _grid(0)
-    heads = ("level", "every", "last round", "took", "of the time", "sent", "link", "next round", "groups")
+    heads = (
+        "level",
+        "every",
+        "last round",
+        "took",
+        "of the time",
+        "a node sent",
+        "link",
+        "next round",
+        "groups",
+    )
     for name in heads:
-        is_number = name in ("took", "of the time", "sent")
+        is_number = name in ("took", "of the time", "a node sent")
         table.add_column(
             Text(name, style="dim"), justify="right" if is_number else "left", no_wrap=name != "groups"
         )
@@ -312,7 +326,7 @@ def _event_row(event: EventShown, *, ago_s: float | None) -> tuple[Text, ...]:
     return (
         Text("" if ago_s is None else f"{span_text(ago_s)} ago", style="dim"),
         Text("" if event.generation is None else f"generation {event.generation}"),
-        Text(event.kind, style=_STYLES.get(event.kind, "")),
+        Text(event.kind, style="bold red" if event.kind == "lost" else ""),
         Text(told),
     )
 

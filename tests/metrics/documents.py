@@ -101,6 +101,19 @@ def troubled_job() -> Document:
     return document
 
 
+def calm_job() -> Document:
+    """One node has left on purpose, one starts its workers, one has ended its loops: nothing to worry about."""
+    document = small_job()
+    starting, done, left = document["nodes"]
+    left |= {"state": "left", "reason": "it left on purpose", "since_s": NOW_S - 12, "ranks": [], "age_s": 13.5}
+    for node_, state in ((starting, "starting"), (done, "done")):
+        for worker in node_["workers"]:
+            worker["state"] = state
+    for each in document["levels"]:
+        each["last"]["at_s"] = NOW_S - 60
+    return document
+
+
 def held_job() -> Document:
     document = small_job()
     hold = "level size-2 averages groups of 2 ranks, which does not divide the world of 3"

@@ -138,6 +138,22 @@ def test_shows_the_tree_the_levels_the_events_and_the_values(browser: Browser, s
         found.check()
 
 
+def test_who_starts_ended_or_left_needs_no_attention(browser: Browser, server: PageServer) -> None:
+    server.answer = documents.calm_job()
+    with watched(browser, server.url) as found:
+        page = found.page
+        expect(page.locator("#attention")).to_have_text("Nothing.")
+        expect(row(page, "c")).to_contain_text("left")
+        assert "1,2" not in row(page, "c").inner_text(), "nothing of what it told before it left"
+        expect(page.locator("#nodes tr.reason")).to_have_text("left for 12 s: it left on purpose")
+        expect(page.locator("#nodes tr.worker .starting")).to_have_count(2)
+        expect(page.locator("#levels thead")).to_contain_text("A node sent")
+        assert page.locator("#events .badge").all_inner_texts() == ["join", "lost", "start"]
+        page.get_by_label("only nodes that need attention").check()
+        expect(page.locator("#nodes")).to_contain_text("No node needs attention.")
+        found.check()
+
+
 def test_follows_a_loss_a_slow_node_a_hold_and_a_return(browser: Browser, server: PageServer) -> None:
     with watched(browser, server.url) as found:
         page = found.page
@@ -148,7 +164,7 @@ def test_follows_a_loss_a_slow_node_a_hold_and_a_return(browser: Browser, server
         expect(page.locator("#attention")).to_contain_text("Node c (zone z2, rack r3) is lost for 12 s")
         expect(page.locator("#levels tr.level")).to_have_count(2)
         expect(page.locator("#levels")).to_contain_text("they are one level, zone, every 16 steps")
-        expect(page.locator("#job")).to_contain_text("Generation 8, loss: lost c: its process ended")
+        expect(page.locator("#job")).to_contain_text("Generation 8: lost c: its process ended")
         expect(page).to_have_title("(1) demo")
         server.answer = documents.troubled_job()
         expect(row(page, "b")).to_contain_text("slow")
@@ -392,6 +408,7 @@ def test_the_page_and_the_terminal_find_the_same(browser: Browser, server: PageS
         documents.lost_job("b"),
         documents.troubled_job(),
         documents.held_job(),
+        documents.calm_job(),
         documents.large_job(),
         *documents.hollow_documents(),
     ]

@@ -15,10 +15,11 @@ from elastic_hieravg.membership.decisions import Live, Loss, View
 from elastic_hieravg.membership.embedded import EmbeddedKeyValue, EmbeddedServer
 from elastic_hieravg.membership.frames import FRAME_BYTES_MAX
 from elastic_hieravg.membership.kv import Put, Write
+from elastic_hieravg.membership.mirror import LEFT
 from elastic_hieravg.membership.records import Generation, Job, Kind, NodeRecord, NodeState, StoreOffer
 from elastic_hieravg.metrics import catalogue as names
 from elastic_hieravg.metrics import summaries as summaries_module
-from elastic_hieravg.metrics.board import EVENTS_MAX, LOST_MAX, Board
+from elastic_hieravg.metrics.board import EVENTS_MAX, LEFT_SHOWN_S, LOST_MAX, Board
 from elastic_hieravg.metrics.catalogue import NodeShown
 from elastic_hieravg.metrics.pace import POINTS_MAX, Pace, of_late
 from elastic_hieravg.metrics.samples import LastRound, Samples
@@ -116,6 +117,28 @@ def test_a_node_that_goes_on_purpose_is_leaving() -> None:
     assert states(board)["b"] is NodeShown.LEAVING
 
 
+@pytest.mark.parametrize("has_seen_it_leave", [True, False])
+def test_a_node_that_went_on_purpose_has_left_and_is_shown_for_a_while(has_seen_it_leave: bool) -> None:
+    board = Board(nodes_max=3)
+    both = generation(1, node("a"), node("b"))
+    board.see(10.0, view(both))
+    if has_seen_it_leave:
+        board.see(11.0, view(both, lost={"b": Loss("b1", 5.0, LEFT, is_on_purpose=True)}))
+    alone = generation(2, node("a"), kind=Kind.LOSS, reason=f"lost b: {LEFT}")
+    # Its record is there a moment longer than its part in the job.
+    board.see(12.0, view(alone, live(node("b"), NodeState.LEAVING)))
+    board.see(13.0, view(alone))
+    left = board.nodes["b"]
+    assert (left.state, left.reason, left.since_s) == (NodeShown.LEFT, LEFT, 12.0)
+    assert NodeShown.LEFT not in board.count_by_state()
+    assert sum(board.count_by_state().values()) == 1
+    assert board.shown(12.0 + LEFT_SHOWN_S).keys() == {"a", "b"}
+    assert board.shown(13.0 + LEFT_SHOWN_S).keys() == {"a"}
+    # It may come back.
+    board.see(20.0, view(alone, live(node("b", life=2), NodeState.JOINING)))
+    assert board.nodes["b"].state is NodeShown.JOINING
+
+
 def test_a_node_that_started_anew_has_come() -> None:
     board = Board(nodes_max=3)
     board.see(10.0, view(generation(1, node("a"), node("b"))))
@@ -164,6 +187,10 @@ def test_pace_is_that_of_late() -> None:
     assert len(pace.points) == POINTS_MAX
     assert of_late(deque()) is None
     assert of_late([1.0] * 50 + [2.0] * 5) == 2.0
+
+
+# When two workers of a node made their part of a round, and what each sent.
+PARTS = [(99.0, 261_632), (99.5, 0)]
 
 
 # --- the document ---------------------------------------------------------------------------------------------
@@ -230,6 +257,21 @@ def test_the_document_has_the_form_that_was_agreed_on() -> None:
     last_level = found["levels"][-1]
     assert (last_level["name"], last_level["next_step"], last_level["last"]["step"]) == ("global", 48, 16)
     assert found["events"][0]["came"] == ["a", "b"]
+
+
+def test_what_a_node_sent_in_a_round_is_what_all_its_workers_did() -> None:
+    """The second carries no part of the model: another node has only one worker. It is the last to tell."""
+    rounds = [LastRound(16, 0.004, sent, "inter_zone", "committed", at_s) for at_s, sent in PARTS]
+    workers = [
+        WorkerSeen(slot, 4711 + slot, Samples(step=16, rounds={"global": last}))
+        for slot, last in enumerate(rounds)
+    ]
+    own = summary(100.0, workers=workers, pace=Pace(), goodput_ratio=1.0, metrics_port=0)
+    last = document({"a": own}, node("a"), node("b", slots=1))["levels"][-1]["last"]
+    assert (last["sent_bytes"], last["at_s"]) == (261_632, 99.5)
+    own = summary(100.0, workers=workers[1:], pace=Pace(), goodput_ratio=1.0, metrics_port=0)
+    last = document({"a": own}, node("a"), node("b", slots=1))["levels"][-1]["last"]
+    assert last["sent_bytes"] is None, "who carries the model has not told yet"
 
 
 def test_nodes_that_take_much_longer_are_stragglers() -> None:

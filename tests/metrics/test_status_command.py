@@ -124,7 +124,7 @@ def test_watch_redraws_on_a_terminal_until_it_is_interrupted(server: PageServer)
         shown.wait_for("no answer for")
         server.answer = documents.lost_job("b")
         server.open()
-        shown.wait_for("generation 8, loss, 11 s ago: lost b")
+        shown.wait_for("generation 8, 11 s ago: lost b")
         shown.process.send_signal(signal.SIGINT)
         assert shown.process.wait(WITHIN_S) == 0
         # Back from the other screen, with the last of it left to be read.
@@ -314,6 +314,22 @@ def test_shows_what_needs_attention_first(capsys: pytest.CaptureFixture[str], se
     assert any("note: level global has the same groups" in line for line in lines)
     server.answer = documents.held_job()
     assert " held  level size-2 averages groups of 2 ranks" in told(capsys, server)
+
+
+def test_who_starts_ended_or_left_needs_no_attention(
+    capsys: pytest.CaptureFixture[str], server: PageServer
+) -> None:
+    server.answer = documents.calm_job()
+    lines = told(capsys, server).splitlines()
+    assert lines[lines.index("what needs attention") + 1].strip() == "nothing"
+    (left,) = [line.split() for line in lines if line.startswith("      c ")]
+    # Nothing of what it told before it left.
+    assert left == ["c", "left", "for", "12", "s:", "it", "left", "on", "purpose"]
+    assert sum("worker" in line and " starting " in line for line in lines) == 2
+    # The script's own loss is the only one.
+    assert [line.split()[0] for line in lines if "loss" in line] == ["loss"]
+    assert any(re.search("generation 6 +lost +lost c: its process ended", line) for line in lines)
+    assert any("a node sent" in line for line in lines)
 
 
 def test_a_large_job_has_a_line_for_each_node(capsys: pytest.CaptureFixture[str], server: PageServer) -> None:

@@ -255,9 +255,31 @@ def test_status_is_of_the_whole_job(agent: Agent) -> None:
         "c": "joining",
     }
     first = found["nodes"][0]
-    assert [worker["state"] for worker in first["workers"]] == ["averaging", "gone"]
+    assert [worker["state"] for worker in first["workers"]] == ["averaging", "starting"]
     assert first["metrics_port"] == agent.telemetry.port
     assert (found["step"], found["values"], found["decision"]["reason"]) == (12, {"loss": None}, "all there")
+
+
+def test_a_worker_is_starting_until_it_speaks_and_gone_only_if_it_is_missed(agent: Agent) -> None:
+    def states() -> list[str]:
+        return [worker["state"] for worker in agent.telemetry._summary()["workers"]]
+
+    assert states() == ["starting", "starting"]
+    for local_rank in (0, 1):
+        agent.telemetry.worker_came(local_rank, 7)
+        agent.tell(Samples(step=1, state="training"), local_rank=local_rank)
+    agent.telemetry.worker_gone(0, 7)
+    assert states() == ["gone", "training"]
+    agent.telemetry.workers_start()
+    assert states() == ["starting", "starting"]
+    # Its connection is known to have ended only now: it is not the new one's.
+    agent.telemetry.worker_gone(1, 7)
+    assert states() == ["starting", "starting"]
+    for local_rank in (0, 1):
+        agent.telemetry.worker_came(local_rank, 8)
+    agent.telemetry.worker_done(1)
+    agent.telemetry.worker_gone(1, 8)
+    assert states() == ["joining", "done"]
 
 
 def test_a_port_that_is_taken_costs_one_warning(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
