@@ -17,7 +17,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from elastic_hieravg.config import is_continuous_integration
-from elastic_hieravg.metrics.status_reading import LevelStatus, NodeStatus, Status
+from elastic_hieravg.membership.proposing import NUMBERS_SKIPPED
+from elastic_hieravg.metrics.status_reading import EventShown, LevelStatus, NodeStatus, Status
 from elastic_hieravg.plan.text import ranks_text
 
 # How a line that stays looks: seconds since the start, then what happened.
@@ -26,8 +27,15 @@ BAR_WIDTH = 40
 TRACE_CELLS = 40
 LOSS_CELLS = 60
 WIDTH_MAX = 110
+SKIPPED = "the numbers in between are skipped when another node takes the store over"
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_STYLES = {"training": "green", "joining": "blue", "leaving": "magenta", "lost": "bold white on red"}
+_STYLES = {
+    "training": "green",
+    "joining": "blue",
+    "leaving": "magenta",
+    "left": "dim",
+    "lost": "bold white on red",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +157,19 @@ def plan_text(plan: PlanShown) -> str:
     'node every 4 steps {0-1} {2-3}'
     """
     return ", ".join(f"{level.name} every {level.period_steps} steps {_groups(level)}" for level in plan.levels)
+
+
+def generation_text(event: EventShown, *, before: int) -> str:
+    """Why a generation was made, on one line. `before`: the number of the one before it.
+
+    >>> generation_text(EventShown(0.0, 3, "lost", "lost a: its lease ended", ("a",), ()), before=2)
+    'generation 3: lost a: its lease ended'
+    """
+    kind = "" if event.reason.startswith(event.kind) else f", {event.kind}"
+    told = f"generation {event.generation}{kind}: {event.reason}"
+    # Fewer than these are missing only if they came between two looks.
+    is_taken_over = event.generation is not None and event.generation > before + NUMBERS_SKIPPED
+    return f"{told}; {SKIPPED}" if is_taken_over else told
 
 
 def _line(elapsed_s: float, text: str) -> str:

@@ -16,7 +16,7 @@ from typing import TypeVar
 from elastic_hieravg.demo.facts import Fault, Gap, Kind, Run, longest_gap
 from elastic_hieravg.demo.nodes import SLOTS, Nodes
 from elastic_hieravg.demo.record import Record, Round
-from elastic_hieravg.demo.screen import PlanShown, Screen, Shown, plan_text
+from elastic_hieravg.demo.screen import PlanShown, Screen, Shown, generation_text, plan_text
 from elastic_hieravg.demo.watching import Watcher
 from elastic_hieravg.errors import DemoError, Problem
 from elastic_hieravg.metrics.status_reading import Status
@@ -89,12 +89,14 @@ class Story:
         self._say(
             f"three nodes of two workers start: {', '.join(FIRST)}; their logs are in {self._folder}/logs"
         )
+        self._say("they import torch first, which takes some seconds")
         # Whoever is first serves the store: here the one that is killed, and not the one that freezes.
         first, *others = FIRST
         self._nodes.start(first)
         self._until("a serves the store", self._nodes.is_store_served)
         for name in others:
             self._nodes.start(name)
+        self._until("importing torch: a, b and c start", self._are_all_there)
         met = self._await_met("a, b and c find each other", since_s=0.0)
         self._num_scenes_done += 1
         self._say(f"a, b and c train together, 6 ranks; loss {self._loss():.2f}")
@@ -209,6 +211,10 @@ class Story:
         log = "\n  ".join([f"the log of {name} ends with:", *told])
         return DemoError(Problem(f"{message}\n{log}", f"read the logs in {self._folder}/logs"))
 
+    def _are_all_there(self) -> bool:
+        """Whether every worker of the first nodes has spoken."""
+        return all(len(self._record.of(name)) >= SLOTS for name in FIRST)
+
     def _find_port(self) -> int | None:
         found = _URL.search(self._nodes.log(WATCHED).read_text(errors="replace"))
         return int(found[1]) if found else None
@@ -245,14 +251,21 @@ class Story:
         """Say what nobody was told of yet. What was before the first look is over."""
         if not status.generation or status.generation <= self._told_generation:
             return
+        before = self._told_generation
         for event in status.events:
-            if event.generation and event.generation > self._told_generation > 0:
-                self._say(f"generation {event.generation}, {event.kind}: {event.reason}")
+            if event.generation and event.generation > before > 0:
+                self._say(generation_text(event, before=before))
+                before = event.generation
         self._told_generation = status.generation
         if status.levels:
-            plan = PlanShown(status.generation, status.levels)
-            self._plans.append(plan)
-            self._say(f"plan of generation {plan.generation}: {plan_text(plan)}")
+            self._tell_plan(PlanShown(status.generation, status.levels))
+
+    def _tell_plan(self, plan: PlanShown) -> None:
+        if self._plans and plan_text(plan) == plan_text(self._plans[-1]):
+            self._plans[-1] = plan
+            return
+        self._plans.append(plan)
+        self._say(f"plan of generation {plan.generation}: {plan_text(plan)}")
 
     def _close(self) -> None:
         try:

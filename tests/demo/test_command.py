@@ -1,6 +1,7 @@
 """The command itself, on real processes: exit code, facts, terminal, and that nothing is left of it."""
 
 import contextlib
+import itertools
 import os
 import pty
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from elastic_hieravg.demo.picture import BANDS
+from elastic_hieravg.demo.screen import SKIPPED
 from tests.readme_blocks import RECORDED, blocks_of
 from tests.test_cli import assert_refused, hieravg
 
@@ -163,7 +165,13 @@ def check_talk(stderr: str) -> None:
         assert any(line.startswith(told) for line in lines), stderr
     plans = [line for line in lines if line.startswith("plan of generation")]
     assert any(line.endswith("global every 16 steps {0-7}") for line in plans)
-    assert any("lost a: its process ended" in line for line in lines)
+    told_plans = [line.split(": ", 1)[1] for line in plans]
+    assert all(before != after for before, after in itertools.pairwise(told_plans)), "a plan is repeated"
+    # A loss is the script's. Numbers jump when a, which serves the store, is lost.
+    (jump,) = [line for line in lines if ": lost a: its process ended" in line]
+    assert jump.endswith(SKIPPED)
+    assert not [line for line in lines if re.match(r"generation \d+, loss", line)]
+    assert lines.index("they import torch first, which takes some seconds") == 1
 
 
 def test_a_broken_promise_is_named_and_a_terminal_is_left_as_it_was(tmp_path: Path, terminal: Terminal) -> None:

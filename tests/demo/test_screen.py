@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from elastic_hieravg.demo.record import Record, Round
-from elastic_hieravg.demo.screen import PlainScreen, PlanShown, Shown, render
-from elastic_hieravg.metrics.status_reading import read_status
+from elastic_hieravg.demo.screen import SKIPPED, PlainScreen, PlanShown, Shown, generation_text, render
+from elastic_hieravg.metrics.status_reading import EventShown, read_status
 from tests.metrics import documents
 
 WITHIN_S = 60.0
@@ -48,6 +48,28 @@ def test_shows_a_node_that_is_lost_since_when_and_why() -> None:
     node = document["nodes"][1]
     node |= {"state": "lost", "reason": "its process ended", "since_s": document["now_s"] - 3.0}
     assert "b   lost   for 3 s  its process ended" in text_of(Shown(1.0, "", 0, 6, read_status(document)))
+
+
+def test_shows_a_node_that_left_as_such() -> None:
+    told = text_of(Shown(1.0, "", 0, 6, read_status(documents.calm_job())))
+    assert "c   left   for 12 s  it left on purpose" in told
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "number", "told"),
+    [
+        ("join", "c joined", 3, "generation 3, join: c joined"),
+        ("lost", "lost a: its lease ended", 3, "generation 3: lost a: its lease ended"),
+        # One or two may have come between two looks at the status.
+        ("join", "c joined", 5, "generation 5, join: c joined"),
+        ("lost", "lost a: its lease ended", 8, f"generation 8: lost a: its lease ended; {SKIPPED}"),
+    ],
+)
+def test_a_generation_is_told_with_its_reason_and_a_jump_with_its_cause(
+    kind: str, reason: str, number: int, told: str
+) -> None:
+    event = EventShown(0.0, number, kind, reason, (), ())
+    assert generation_text(event, before=2) == told
 
 
 def test_shows_something_before_anything_is_known() -> None:
