@@ -128,4 +128,5 @@ def _script_problems(flags: argparse.Namespace) -> Iterator[Problem]:
 
 def _is_script(script: str) -> bool:
     path = Path(script)
-    return bool(script) and (path.is_file() or (path / "__main__.py").is_file())
+    # A pipe is a script to Python too, and so is a folder with a main module.
+    return bool(script) and path.exists() and (not path.is_dir() or (path / "__main__.py").is_file())
