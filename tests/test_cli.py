@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -294,6 +295,22 @@ def test_a_reader_that_never_came_gets_no_traceback() -> None:
     )
     os.close(write_end)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_every_flag_of_ours_shows_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Wide enough that no default is broken into two lines.
+    monkeypatch.setenv("COLUMNS", "300")
+    told = hieravg("run", "--help").stdout
+    _, ours = told.split("\nelastic_hieravg:\n")
+    flags = [" ".join(part.split()) for part in re.split(r"\n(?=  --)", ours.partition("\nexample:")[0])[1:]]
+    assert len(flags) > 10
+    assert [flag for flag in flags if "(default: " not in flag] == []
+    for shown in ("node=8,global=64", "in-place", "repair", "the host's name", "3", "25", "0", "9400", "plain"):
+        assert any(flag.endswith(f"(default: {shown})") for flag in flags), shown
+    # Of torchrun's own those that are others here.
+    theirs = " ".join(told.split())
+    assert "restarts before failing. (default: 3)" in theirs
+    assert "(default: c10d)" in theirs
 
 
 def test_version_and_help() -> None:

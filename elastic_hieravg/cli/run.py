@@ -11,7 +11,13 @@ from elastic_hieravg import config
 from elastic_hieravg.agent.termination import leave_message
 from elastic_hieravg.cli.init import fork_below_init
 from elastic_hieravg.cli.parsing import not_known
-from elastic_hieravg.config import DEFAULT_HIERARCHY, flag_default
+from elastic_hieravg.config import (
+    DEFAULT_HIERARCHY,
+    DEFAULT_METRICS_PORT,
+    LABELS_FILE_VARIABLE,
+    LABELS_VARIABLE,
+    flag_default,
+)
 from elastic_hieravg.errors import HierAvgError
 
 EXIT_FAILED, EXIT_LEFT = 1, 143
@@ -112,17 +118,20 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "each can be an environment variable too, HIERAVG_ and the flag in capitals: HIERAVG_GRACE_S=20",
     )
 
-    def add(name: str, default: str | None, text: str) -> None:
+    def add(name: str, default: str | None, text: str, *, shown: str = "") -> None:
+        """`shown`: what it is if nobody gives it, where no value can say that."""
         variable = name.removeprefix("--").replace("-", "_")
         given = flag_default(variable)
-        ours.add_argument(name, default=default if given is None else given, help=text)
+        told = f"{text} (default: {shown or default})"
+        ours.add_argument(name, default=default if given is None else given, help=told)
 
+    add("--hierarchy", DEFAULT_HIERARCHY, "levels and their periods in steps, innermost first")
     add(
-        "--hierarchy",
-        DEFAULT_HIERARCHY,
-        f"levels and their periods in steps, innermost first; {DEFAULT_HIERARCHY} if not given",
+        "--nnodes-file",
+        None,
+        "a file with MIN:MAX in place of --nnodes, followed when it changes",
+        shown="none, --nnodes counts",
     )
-    add("--nnodes-file", None, "a file with MIN:MAX in place of --nnodes, followed when it changes")
     add(
         "--membership",
         "in-place",
@@ -133,23 +142,34 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "repair",
         "if group sizes do not fit the nodes: repair the groups, or pause the job (strict)",
     )
-    add("--node-id", None, "this node's name; the host's name if not given")
-    add("--lease-ttl-s", "3", "a node that is silent for so many seconds is lost (3)")
+    add("--node-id", None, "this node's name", shown="the host's name")
+    add("--lease-ttl-s", "3", "a node that is silent for so many seconds is lost")
     add(
         "--hang-timeout-s",
         None,
-        "a worker without a step for so many seconds is killed; if not given, 10 times its steps, at least 30",
+        "a worker without a step for so many seconds is killed",
+        shown="10 times its slowest step of late, at least 30",
     )
-    add("--grace-s", "25", "how many seconds this node may take to leave on SIGTERM (25)")
-    add("--warmup-steps", "0", "so many steps at the start end with a round of all ranks each (0)")
-    add("--metrics-port", None, "where this node's metrics are served: a port (9400), auto, or off")
-    add("--metrics-host", None, "the address they are served at: 127.0.0.1, or 0.0.0.0 in a pod")
+    add("--grace-s", "25", "how many seconds this node may take to leave on SIGTERM")
+    add("--warmup-steps", "0", "so many steps at the start end with a round of all ranks each")
+    add(
+        "--metrics-port",
+        None,
+        "where this node's metrics are served: a port, auto for a free one, or off",
+        shown=str(DEFAULT_METRICS_PORT),
+    )
+    add("--metrics-host", None, "the address they are served at", shown="127.0.0.1, in a pod 0.0.0.0")
     add("--log-format", "plain", "plain, or json: one object a line")
     add(
         "--warm",
         None,
         "keep processes ready that have imported these modules, for faster restarts: torch,my.module",
+        shown="none",
     )
     ours.add_argument(
-        "--label", action="append", default=[], metavar="KEY=VALUE", help="a label of this node; repeatable"
+        "--label",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help=f"a label of this node; repeatable (default: of {LABELS_VARIABLE} and {LABELS_FILE_VARIABLE})",
     )

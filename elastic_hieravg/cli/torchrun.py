@@ -46,6 +46,9 @@ def torchrun_parser() -> argparse.ArgumentParser:
     for name, value in DEFAULTS.items():
         if f"PET_{name.upper()}" not in variables:
             parser.set_defaults(**{name: value})
+    for action in parser._actions:  # noqa: SLF001 - there is no other way to say it in torch's own help
+        if action.dest in DEFAULTS and action.help:
+            action.help = f"{action.help.strip()} (default: {DEFAULTS[action.dest]})"
     return parser
 
 

@@ -53,6 +53,7 @@ def test_script_that_never_joins_is_a_warning_where_nobody_else_can_be(script: s
     assert told.count("worker 0, 1 has run for 1 s without calling eh.join()") == 1
     assert "WARNING" in told
     assert told.count("the script ended without calling eh.join(): nothing was averaged") == 1
+    assert "master_addr" not in told, "torch warns of a flag that nobody gave"
 
 
 def test_script_that_never_joins_is_torch_s_affair_if_all_start_anew(script: str) -> None:
