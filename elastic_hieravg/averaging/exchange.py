@@ -2,12 +2,13 @@
 
 Every member owns one part. It receives the others' values of its part, combines them, and sends the
 result to all. Values leave from where they lie, shares are applied where they arrive, and both travel in
-their own type: half-precision values cost half the bytes. Members take turns: in a turn everybody sends to one
-member and receives from one, so that nobody's link is flooded by all others at once. Invariant: a contribution
-of share 0 is not sent.
+their own type: half-precision values cost half the bytes. On slow links members take turns: in a turn everybody
+sends to one member and receives from one, so that nobody's link is flooded by all others at once. Invariant: a
+contribution of share 0 is not sent.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -20,10 +21,12 @@ from elastic_hieravg.averaging.kernels import chunks, combine, is_finite, share_
 
 # A part goes in about so many messages, of a size within these bounds: what has arrived is combined while the
 # rest is on its way, and a message is worth the wait for it.
-PART_MESSAGES = 8
-MESSAGE_VALUES_MIN, MESSAGE_VALUES_MAX = 64 * 1024, 1024 * 1024
+PART_MESSAGES = 4
+MESSAGE_VALUES_MIN, MESSAGE_VALUES_MAX = 128 * 1024, 1024 * 1024
 # What is sent may be so far ahead of what has arrived: links are not idle, and their queues do not overflow.
-AHEAD_TURNS_MIN, AHEAD_VALUES = 3, 192 * 1024
+AHEAD_TURNS_MIN, AHEAD_VALUES = 3, 384 * 1024
+# Of one member, both ways of a run. What is faster has room for everything at once, and turns only cost time.
+SLOW_BYTES_PER_S = 100e6
 _CONTRIBUTION, _RESULT = 0, 1
 
 Span = tuple[int, int]
@@ -60,6 +63,8 @@ class Exchange:
         first_start, first_end = parts[0]
         size = min(max((first_end - first_start) // PART_MESSAGES, MESSAGE_VALUES_MIN), MESSAGE_VALUES_MAX)
         self._ahead_turns = max(AHEAD_TURNS_MIN, AHEAD_VALUES // max(1, min(size, first_end - first_start)))
+        # As it was in the last run. Each member goes by what it has seen: only the order of messages is agreed.
+        self._is_slow = True
         # For each member the messages of its part; all have as many, and the last parts are shorter, or empty.
         messages = [chunks(*part, size=size) for part in parts]
         spans = [
@@ -82,6 +87,7 @@ class Exchange:
 
     def run(self, shares: Sequence[float]) -> bool:
         """Combine, and have the result everywhere. False if something in this member's part is not finite."""
+        began_s = time.perf_counter()
         all_finite = True
         contributors = [peer for peer, share in enumerate(shares) if share > 0 and peer != self._group.index]
         counts = [share > 0 for share in shares]
@@ -89,6 +95,8 @@ class Exchange:
             all_finite &= self._combine(self._own_spans[index], contributors=contributors, shares=shares)
         for _ in self._take_turns(self._results, counts=[True] * len(shares), tag=_RESULT):
             pass
+        moved_bytes = 2 * self._source.numel() * self._source.element_size()
+        self._is_slow = moved_bytes < SLOW_BYTES_PER_S * (time.perf_counter() - began_s)
         return all_finite
 
     def _take_turns(
@@ -98,26 +106,28 @@ class Exchange:
         group = self._group
         arriving = [
             [
-                [group.receive(turn.receives, of=turn.of, tag=tag)]
+                group.receive(turn.receives, of=turn.of, tag=tag)
                 if counts[turn.of] and turn.receives.numel()
-                else []
+                else None
                 for turn in turns
             ]
             for turns in messages
         ]
         leaving = chain.from_iterable(messages) if counts[group.index] else iter(())
-        self._send(islice(leaving, self._ahead_turns), tag=tag)
-        for index, turns in enumerate(arriving):
-            for works in turns:
-                group.wait(works, timeout_s=MESSAGE_TIMEOUT_S)
-                self._send(islice(leaving, 1), tag=tag)
+        for turn in islice(leaving, self._ahead_turns if self._is_slow else None):
+            if turn.sends.numel():
+                group.send(turn.sends, to=turn.to, tag=tag)
+
+        def send_next() -> None:
+            turn = next(leaving, None)
+            if turn is not None and turn.sends.numel():
+                group.post(turn.sends, to=turn.to, tag=tag)
+
+        watched = [group.watch(works, timeout_s=MESSAGE_TIMEOUT_S, after_each=send_next) for works in arriving]
+        for index, waiting in enumerate(watched):
+            group.join(waiting)
             yield index
         group.finish()
-
-    def _send(self, turns: Iterable[_Turn], *, tag: int) -> None:
-        for turn in turns:
-            if turn.sends.numel():
-                self._group.send(turn.sends, to=turn.to, tag=tag)
 
     def _landed(self, peer: int, span: Span) -> Tensor:
         """Where this member finds what a peer contributes to a span of its part."""

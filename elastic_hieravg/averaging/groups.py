@@ -84,6 +84,10 @@ class Group:
     def send(self, values: Tensor, *, to: int, tag: int) -> Work:
         return self._start(self._backend.send, [values], to, tag)
 
+    def post(self, values: Tensor, *, to: int, tag: int) -> None:
+        """Send from inside of `watch`; a failure is its failure. Waited for by `finish`."""
+        self._remember(self._backend.send([values], to, tag))
+
     def receive(self, values: Tensor, *, of: int, tag: int) -> Work:
         return self._start(self._backend.recv, [values], of, tag)
 
@@ -92,11 +96,30 @@ class Group:
 
     def wait(self, works: Sequence[Work], *, timeout_s: float = math.inf) -> None:
         """Until these are done, each within `timeout_s`. A failure ends all others that were started."""
+        self.join(self.watch(works, timeout_s=timeout_s))
+
+    def watch(
+        self,
+        works: Sequence[Work | None],
+        *,
+        timeout_s: float = math.inf,
+        after_each: Callable[[], object] = lambda: None,
+    ) -> "Waiting":
+        """Have these waited for, behind all that is waited for already; for `join`.
+
+        `after_each` is called by another thread after each of them, at once where there is none. It may start
+        operations with `post`.
+        """
         for work in works:
-            # Once each: gloo would wait for a second message.
-            del self._works[id(work)]
-        waiting = _Waiting(works, timedelta(seconds=min(timeout_s, self._timeout_s)))
+            if work is not None:
+                # Once each: gloo would wait for a second message.
+                del self._works[id(work)]
+        waiting = Waiting(works, timedelta(seconds=min(timeout_s, self._timeout_s)), after_each=after_each)
         self._hand_over(waiting)
+        return waiting
+
+    def join(self, waiting: "Waiting") -> None:
+        """Until what is watched is done. A failure ends all others that were started."""
         while not waiting.is_done.wait(LOOK_S):
             if self.is_over or self._has_hung_up():
                 # Gloo itself does not end a receive whose message had begun.
@@ -144,11 +167,14 @@ class Group:
         except RuntimeError as exc:
             # Gloo knows already that a connection has ended.
             raise self._fail(exc) from exc
+        self._remember(work)
+        return work
+
+    def _remember(self, work: Work) -> None:
         if len(self._works) >= WORKS_REMEMBERED:
             # Gradients are waited for by torch, not here.
             self._works = {key: each for key, each in self._works.items() if not each.is_completed()}
         self._works[id(work)] = work
-        return work
 
     def _fail(self, error: RuntimeError, *, is_stuck: bool = False) -> PeerLostError:
         """Cut the group and wait until nothing uses its members' memory any more, as far as gloo can tell.
@@ -158,12 +184,12 @@ class Group:
         self.cut()
         works, self._works = list(self._works.values()), {}
         if not is_stuck:
-            waiting = _Waiting(works, timedelta(seconds=END_S), ends_at_error=False)
+            waiting = Waiting(works, timedelta(seconds=END_S), ends_at_error=False)
             self._hand_over(waiting)
             waiting.is_done.wait(END_S)
         return lost("a rank of the group", str(error).splitlines()[0])
 
-    def _hand_over(self, waiting: "_Waiting") -> None:
+    def _hand_over(self, waiting: "Waiting") -> None:
         if self._waiter is None:
             self._waiter = _Waiter()
         self._waiter.orders.put(waiting)
@@ -194,19 +220,22 @@ class Group:
 
 
 @dataclass(eq=False, slots=True)
-class _Waiting:
+class Waiting:
     """Operations that somebody waits for, and how that ended."""
 
-    works: Sequence[Work]
+    works: Sequence[Work | None]
     timeout: timedelta
     ends_at_error: bool = True
+    after_each: Callable[[], object] = lambda: None
     error: RuntimeError | None = None
     is_done: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
         for work in self.works:
             try:
-                work.wait(self.timeout)
+                if work is not None:
+                    work.wait(self.timeout)
+                self.after_each()
             except RuntimeError as exc:
                 self.error = exc
                 if self.ends_at_error:
@@ -221,7 +250,7 @@ class _Waiter:
     """
 
     def __init__(self) -> None:
-        self.orders: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self.orders: queue.SimpleQueue[Waiting | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hieravg-gloo", daemon=True)
         self._thread.start()
 

@@ -21,7 +21,14 @@ PLACES = ["aaaa", "abcd", "aabb", "aaab", "aa", "ab"]
 def build(rank: Rank, tensors: list[Tensor], places: str) -> AveragingGroup:
     flat = FlatModel([f"tensor {index}" for index in range(len(tensors))], lambda: tensors)
     return AveragingGroup(
-        flat, rank.store("group"), level="global", index=rank.rank, peers=rank.peers(*places), timeout_s=20
+        flat,
+        rank.store("group"),
+        level="global",
+        index=rank.rank,
+        peers=rank.peers(*places),
+        timeout_s=20,
+        # A busy machine may take its time to start what is not measured yet.
+        build_timeout_s=60,
     )
 
 
