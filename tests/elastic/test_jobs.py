@@ -239,6 +239,6 @@ def test_tells_everything_wrong_with_the_flags_at_once() -> None:
     told = subprocess.run([HIERAVG, "run", *flags, SCRIPT], capture_output=True, text=True, check=False)
     assert told.returncode == 2
     assert told.stdout == ""
-    words = ["no run id", "global", "lease_ttl_s", "maybe", "many", "zone", "password", "wrong", "grace_s"]
+    words = ["no run id", "global", "--lease-ttl-s", "maybe", "many", "zone", "password", "wrong", "--grace-s"]
     assert [word for word in words if word not in told.stderr] == []
     assert "Traceback" not in told.stderr

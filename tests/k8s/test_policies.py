@@ -181,9 +181,12 @@ def test_agent_takes_the_settings(
         return 0
 
     monkeypatch.setattr(launch, "launch", take)
+    script = tmp_path / "train.py"
+    script.touch()
     command = [*pod.agent["command"], *pod.agent["args"]]
     assert command[:2] == ["hieravg", "run"]
-    assert run.main(command[2:]) == 0
+    # The pod's own script is in a volume, which is not here.
+    assert run.main([str(script) if each.endswith("/train.py") else each for each in command[2:]]) == 0
     (read,) = taken
     assert (read.policy.job.nodes_min, read.policy.job.nodes_max) == bounds_of(objects)
     assert read.candidate.node_id == variables["HIERAVG_NODE_ID"]
