@@ -197,7 +197,7 @@ def test_wrong_settings_are_refused_at_the_start_with_the_reason(etcd: EtcdClust
     with TorchrunJob(tmp_path, run_id="wrong", endpoints=etcd.endpoints, nodes="1", conf=wrong) as job:
         node = job.start("a")
         assert node.exit_code() != 0
-        assert "lease_ttl_s is 1" in node.said
+        assert "lease_ttl_s in --rdzv-conf is '1'" in node.said
         assert "hint: give a number of seconds, 2 or more" in node.said
         assert "--rdzv-conf has is_host, which the backend etcd3 does not have" in node.said
         assert not job.steps()
