@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, Store
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from elastic_hieravg.averaging.flat import FlatModel, tensors_of
+from elastic_hieravg.averaging.flat import FlatModel, check_slots, tensors_of
 from elastic_hieravg.averaging.gradients import Company, GradientHook, average_gradients, gradient_levels
 from elastic_hieravg.averaging.groups import Group
 from elastic_hieravg.averaging.header import Agreement
@@ -56,7 +56,7 @@ class HierarchicalAverager:
         self._timeout_s = timeout_s
         self._build_timeout_s = build_timeout_s
         self._groups: dict[GroupKey, AveragingGroup] = {}
-        self._step = 0
+        self._step = self._trained = 0
         self._samples: dict[str, float] = {}
         self._new_samples = 0.0
         self._next_due: dict[str, int] = {}
@@ -72,6 +72,11 @@ class HierarchicalAverager:
     def step_count(self) -> int:
         """Optimizer steps this rank has counted."""
         return self._step
+
+    @property
+    def trained_at_end(self) -> int:
+        """The last step that anybody trained, as agreed in a round that ended the job; else this rank's."""
+        return self.agreed.trained if self.agreed is not None and self.agreed.is_ending else self._trained
 
     @property
     def is_warmup(self) -> bool:
@@ -93,9 +98,10 @@ class HierarchicalAverager:
 
     # --- one thing at a time, for whoever deals with lost ranks ---------------------------------------------
 
-    def count(self, num_samples: float) -> None:
-        """Count a step, and run nothing."""
+    def count(self, num_samples: float, *, is_empty: bool = False) -> None:
+        """Count a step, and run nothing. An empty one is not trained: the rank only goes along."""
         self._step += 1
+        self._trained = self._trained if is_empty else self._step
         self._new_samples += num_samples
 
     @property
@@ -122,7 +128,7 @@ class HierarchicalAverager:
         if key is None:
             # Alone in its group: the average is there already.
             outer = tuple(self._samples[each.name] for each in self.plan.levels[at + 1 :])
-            self.agreed = Agreement((1.0,), self._step, outer, is_ending=is_ending)
+            self.agreed = Agreement((1.0,), self._step, outer, self._trained, is_ending=is_ending)
             self._done(level, self.agreed)
             return None
         widening = self.plan.levels[at:]
@@ -131,6 +137,7 @@ class HierarchicalAverager:
             samples=tuple(self._samples[each.name] if holds_model else 0.0 for each in widening),
             holds_model=holds_model,
             generation=self.plan.generation,
+            trained=self._trained,
             is_ending=is_ending,
         )
         try:
@@ -139,7 +146,7 @@ class HierarchicalAverager:
             self._in_doubt = key, level
             raise
         if not holds_model:
-            self._step, self._new_samples = self.agreed.step, 0.0
+            self._step, self._trained, self._new_samples = self.agreed.step, self.agreed.trained, 0.0
         if done.outcome is Outcome.COMMITTED:
             self._done(level, self.agreed)
         else:
@@ -402,7 +409,7 @@ class HierarchicalAverager:
             )
         assert type(step) is int
         assert isinstance(samples, Mapping)
-        self._step = step
+        self._step = self._trained = step
         self._new_samples = 0.0
         self._samples = {level.name: float(samples.get(level.name, 0.0)) for level in self.plan.levels}
         self._schedule(self.plan.levels, after_step=self._step)
@@ -448,7 +455,7 @@ class HierarchicalAverager:
 
     def own_keys(self, plan: Plan, *, rank: int, keys: Collection[GroupKey]) -> dict[str, GroupKey]:
         """For each level the key of this rank's group, where it has company."""
-        _check_slots(self._flat, plan)
+        check_slots(self._flat, plan)
         key_of = {key.members: key for key in keys}
         nodes = {node.node_id: node for node in plan.topology.nodes}
         found = {}
@@ -485,15 +492,3 @@ class HierarchicalAverager:
                 group.close()
             raise
         return built
-
-
-def _check_slots(flat: FlatModel, plan: Plan) -> None:
-    slots = {node.slots for node in plan.topology.nodes}
-    if flat.is_sharded and len(slots) > 1:
-        raise ParametersError(
-            Problem(
-                "the model is sharded over the ranks of each node, and the nodes have different numbers of "
-                f"slots ({plan.topology.listing()}), so their shards are not the same",
-                "run the same number of ranks on every node, or do not shard the model",
-            )
-        )

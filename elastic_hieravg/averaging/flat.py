@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from elastic_hieravg.averaging.memory import create_file, map_file, page_aligned
 from elastic_hieravg.errors import ParametersError, Problem, raise_if_any
+from elastic_hieravg.plan import Plan
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -336,3 +337,16 @@ def first_difference(here: Sequence[str], there: Sequence[str]) -> tuple[str, st
     """The first tensor in which two models differ, as each describes it; None if they do not."""
     pairs = zip_longest(here, there, fillvalue="nothing more")
     return next((pair for pair in pairs if pair[0] != pair[1]), None)
+
+
+def check_slots(flat: FlatModel, plan: Plan) -> None:
+    """Refuse a sharded model on nodes with different numbers of slots."""
+    slots = {node.slots for node in plan.topology.nodes}
+    if flat.is_sharded and len(slots) > 1:
+        raise ParametersError(
+            Problem(
+                "the model is sharded over the ranks of each node, and the nodes have different numbers of "
+                f"slots ({plan.topology.listing()}), so their shards are not the same",
+                "run the same number of ranks on every node, or do not shard the model",
+            )
+        )

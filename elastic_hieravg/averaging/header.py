@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from elastic_hieravg.plan.hierarchy import LEVELS_MAX
 
-_HEADER = struct.Struct(f"<16sqqqBB{LEVELS_MAX}d")
+_HEADER = struct.Struct(f"<16sqqqqBB{LEVELS_MAX}d")
 _HOLDS_MODEL, _IS_ENDING = 1, 2
 _VERDICT = struct.Struct("<B2d")
 
@@ -19,7 +19,7 @@ class Header:
     """What a rank brings to a round.
 
     `samples`: how many samples its model stands for at this level, then at each wider one. The first is
-    its weight. `is_ending`: its training loop has ended.
+    its weight. `trained`: the last of its steps that was not empty. `is_ending`: its training loop has ended.
     """
 
     signature: bytes
@@ -28,19 +28,22 @@ class Header:
     generation: int
     holds_model: bool
     samples: tuple[float, ...]
+    trained: int = 0
     is_ending: bool = False
 
     def encode(self) -> bytes:
         assert len(self.samples) <= LEVELS_MAX
         padded = (*self.samples, *(0.0,) * (LEVELS_MAX - len(self.samples)))
         flags = (self.holds_model * _HOLDS_MODEL | self.is_ending * _IS_ENDING, len(self.samples))
-        return _HEADER.pack(self.signature, self.round_index, self.step, self.generation, *flags, *padded)
+        numbers = (self.round_index, self.step, self.generation, self.trained)
+        return _HEADER.pack(self.signature, *numbers, *flags, *padded)
 
     @classmethod
     def decode(cls, record: bytes) -> "Header":
-        signature, round_index, step, generation, flags, count, *samples = _HEADER.unpack_from(record)
+        signature, round_index, step, generation, trained, flags, count, *samples = _HEADER.unpack_from(record)
         holds_model, is_ending = bool(flags & _HOLDS_MODEL), bool(flags & _IS_ENDING)
-        return cls(signature, round_index, step, generation, holds_model, tuple(samples[:count]), is_ending)
+        known = tuple(samples[:count])
+        return cls(signature, round_index, step, generation, holds_model, known, trained, is_ending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +67,13 @@ class Verdict:
 class Agreement:
     """`shares` add up to 1, or are all 0 if nobody can contribute. `mean_samples` is per wider level.
 
-    `is_ending`: somebody's training loop has ended.
+    `trained`: the last step that anybody made. `is_ending`: somebody's training loop has ended.
     """
 
     shares: tuple[float, ...]
     step: int
     mean_samples: tuple[float, ...]
+    trained: int = 0
     is_ending: bool = False
 
 
@@ -83,13 +87,14 @@ def agree(headers: Sequence[Header], *, nonfinite: Collection[int] = ()) -> Agre
         weights = [float(index in sources) for index in range(len(headers))]
     total = sum(weights)
     # Who has no model follows the others' steps; it may have made more, with a model that counts for nothing.
-    steps = [header.step for header in headers if header.holds_model] or [header.step for header in headers]
+    leading = [header for header in headers if header.holds_model] or headers
     return Agreement(
         shares=tuple(weight / total if total else 0.0 for weight in weights),
-        step=max(steps),
+        step=max(header.step for header in leading),
         mean_samples=tuple(
             sum(column) / len(headers)
             for column in zip(*(header.samples[1:] for header in headers), strict=True)
         ),
+        trained=max(header.trained for header in leading),
         is_ending=any(header.is_ending for header in headers),
     )

@@ -32,6 +32,7 @@ class Contribution:
     samples: tuple[float, ...]
     holds_model: bool = True
     generation: int = 0
+    trained: int = 0
     is_ending: bool = False
 
 
@@ -170,6 +171,7 @@ class AveragingGroup:
             generation=contribution.generation,
             holds_model=contribution.holds_model,
             samples=contribution.samples,
+            trained=contribution.trained,
             is_ending=contribution.is_ending,
         )
         headers = [Header.decode(record) for record in self.gather(header.encode())]

@@ -21,18 +21,20 @@ def attach(
     optimizer: Optimizer,
     *,
     num_samples: float | Callable[[], float] = 1,
+    step: int = 0,
     average_buffers: bool = True,
     observe: Observe = ignore,
 ) -> Job:
     """Average a model in a loop that is not yours. Returns when the model, and the optimizer, are everybody's.
 
-    `num_samples`: over how many samples a step is made, or a function that says so. When the interpreter ends,
+    `num_samples`: over how many samples a step is made, or a function that says so. `step`: of the checkpoint
+    that model and optimizer were loaded from. When the interpreter ends,
     or at `close()`, there is one last global round; not if the script ended with an exception.
     """
     job = join()
     job.__enter__()
     try:
-        averager = job.averager(model, optimizer, average_buffers=average_buffers, observe=observe)
+        averager = job.averager(model, optimizer, step=step, average_buffers=average_buffers, observe=observe)
     except BaseException as exc:
         job.__exit__(type(exc), exc, exc.__traceback__)
         raise

@@ -112,9 +112,9 @@ class RestartedAverager:
         self._tally.step(num_samples)
         self._advance(num_samples)
 
-    def _advance(self, num_samples: float) -> None:
+    def _advance(self, num_samples: float = 0.0, *, is_empty: bool = False) -> None:
         engine = self._engine
-        engine.count(num_samples)
+        engine.count(num_samples, is_empty=is_empty)
         if engine.is_due:
             self._run(engine.due_level())
         elif self._is_alone and engine.step_count % self._period_steps == 0:
@@ -131,7 +131,9 @@ class RestartedAverager:
 
     @property
     def step_count(self) -> int:
-        return self._engine.step_count
+        """The job's steps; behind the loop, once the end is agreed, the last one that anybody trained."""
+        is_over = self._is_ending and self._is_ended
+        return self._engine.trained_at_end if is_over else self._engine.step_count
 
     @property
     def is_ended(self) -> bool:
@@ -167,7 +169,7 @@ class RestartedAverager:
                 return
             # An empty step, no part of what is measured: who still trains is on the way to the same round.
             self._tally.resume(Cause.AVERAGING)
-            self._advance(0.0)
+            self._advance(is_empty=True)
 
     def close(self) -> None:
         self._engine.close()

@@ -54,10 +54,9 @@ class ElasticAverager:
         observe: Observe = ignore,
         keeper: Keeper | None = None,
     ) -> None:
-        self._engine = engine
+        self._engine, self._keeper = engine, keeper
         self._tally = tally or Tally()
         self._observe = observe
-        self._keeper = keeper
         self._optimizer = optimizer
         self._tell = tell
         self._on_change = on_change
@@ -100,9 +99,9 @@ class ElasticAverager:
         self._tally.step(num_samples)
         self._advance(num_samples)
 
-    def _advance(self, num_samples: float) -> None:
+    def _advance(self, num_samples: float = 0.0, *, is_empty: bool = False) -> None:
         with self._counting:
-            self._engine.count(num_samples)
+            self._engine.count(num_samples, is_empty=is_empty)
         if self._boundary.has_news or self._engine.is_due:
             with self._boundary.busy():
                 self._at_boundary()
@@ -123,7 +122,9 @@ class ElasticAverager:
 
     @property
     def step_count(self) -> int:
-        return self._engine.step_count
+        """The job's steps; behind the loop, once the end is agreed, the last one that anybody trained."""
+        engine, is_over = self._engine, self._is_ending and self._is_ended
+        return engine.trained_at_end if is_over else engine.step_count
 
     @property
     def is_ended(self) -> bool:
@@ -182,7 +183,7 @@ class ElasticAverager:
             else:
                 # An empty step, no part of what is measured: who still trains is on the way to the same round.
                 self._tally.resume(Cause.AVERAGING)
-                self._advance(0.0)
+                self._advance(is_empty=True)
 
     def close(self) -> None:
         self.generations.close()

@@ -155,6 +155,7 @@ class Job:
         model: nn.Module | Iterable[Tensor],
         optimizer: Optimizer | None = None,
         *,
+        step: int = 0,
         hierarchy: Hierarchy | str | None = None,
         average_buffers: bool = True,
         observe: Observe = ignore,
@@ -163,7 +164,8 @@ class Job:
 
         The hierarchy is the launcher's: agents plan with it before any script runs. One given here has to be
         the same. A worker that joins a running job waits here for its first global round, so that model and
-        `job.step` are right when its loop starts.
+        `job.step` are right when its loop starts. `step`: of the checkpoint that model and optimizer were
+        loaded from; it counts if the job starts.
         """
         if self._averager is not None:
             raise MembershipError(
@@ -173,6 +175,7 @@ class Job:
                 )
             )
         self._check_hierarchy(hierarchy)
+        check_step(step)
         observe = self._observed_too(observe)
         model = model if isinstance(model, nn.Module) else list(model)
         engine = HierarchicalAverager(
@@ -205,13 +208,12 @@ class Job:
             early, self._early = self._early, []
             for message in early:
                 self._heed(averager, message)
+        # Before it says anything. Neither counts for anything as long as anybody holds the model.
+        kept = keeper.restore(after_step=step) if keeper is not None and self._link is not None else None
+        engine.load_state_dict({"version": STATE_VERSION, "step": kept or step, "samples": {}})
         if self._link is None:
             averager.hold_alone()
         else:
-            # Before it says anything. It counts for nothing as long as anybody holds the model.
-            step = keeper.restore() if keeper is not None else None
-            if step is not None:
-                engine.load_state_dict({"version": STATE_VERSION, "step": step, "samples": {}})
             self._tell(Ready())
             averager.join()
         return averager
@@ -451,6 +453,16 @@ def _widest_link(plan: Plan, level_name: str, *, rank: int) -> Link:
     if len({node.labels.get("zone") for node in nodes}) > 1:
         return Link.INTER_ZONE
     return Link.INTER_NODE if len(nodes) > 1 else Link.INTRA_NODE
+
+
+def check_step(step: int) -> None:
+    if type(step) is not int or step < 0:
+        raise InputError(
+            Problem(
+                f"job.averager() was given step={step!r}",
+                "give the job.step that was saved with the checkpoint, or nothing if there is none",
+            )
+        )
 
 
 def _number(value: object) -> float | None:

@@ -47,10 +47,14 @@ class Keeper:
         self.period_steps = period_steps
         self.next_step: float = math.inf
 
-    def restore(self) -> int | None:
-        """Have the newest snapshot of this model, if there is one; the step it was taken after."""
+    def restore(self, *, after_step: int = 0) -> int | None:
+        """Have the newest snapshot of this model, if there is one; the step it was taken after.
+
+        One that is not newer than `after_step` is left.
+        """
         fitting = [each for each in read_snapshots(self._path) if each.state.signature == self._kept.signature]
-        found = next((each for each in fitting if each.is_whole()), None)
+        newer = [each for each in fitting if each.state.moment.step > after_step]
+        found = next((each for each in newer if each.is_whole()), None)
         if found is None:
             return None
         try:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store, rendezvous
 from torch.optim import Optimizer
 
-from elastic_hieravg.averaging.averager import HierarchicalAverager
+from elastic_hieravg.averaging.averager import STATE_VERSION, HierarchicalAverager
 from elastic_hieravg.averaging.groups import NodeWorld
 from elastic_hieravg.config import TORCHRUN_VARIABLE, Asked, RestartPlace, WorkerPlace, read_metrics_place
 from elastic_hieravg.errors import MembershipError, PeerLostError, Problem, UsageError
@@ -39,7 +39,7 @@ from elastic_hieravg.worker.attempt import (
     RestartedAverager,
     read_holding,
 )
-from elastic_hieravg.worker.job import Job
+from elastic_hieravg.worker.job import Job, check_step
 from elastic_hieravg.worker.meeting import (
     MEET_TIMEOUT_S,
     Attendant,
@@ -82,6 +82,7 @@ class RestartedJob(Job):
         model: nn.Module | Iterable[Tensor],
         optimizer: Optimizer | None = None,
         *,
+        step: int = 0,
         hierarchy: Hierarchy | str | None = None,
         average_buffers: bool = True,
         observe: Observe = ignore,
@@ -89,6 +90,7 @@ class RestartedJob(Job):
         """Average this model over the job's hierarchy: the launcher's, or this one. Collective over all ranks.
 
         Returns when the model is everybody's: that of the newest snapshot, or rank 0's if the job starts.
+        `step`: of the checkpoint that model and optimizer were loaded from; a newer snapshot counts more.
         """
         if self._averager is not None:
             raise MembershipError(
@@ -104,6 +106,7 @@ class RestartedJob(Job):
                     "write `with eh.join() as job:`",
                 )
             )
+        check_step(step)
         place, meeting, store = self._attempt, self._meeting, self._store
         asked = place.asked if hierarchy is None else replace(place.asked, hierarchy=str(hierarchy))
         check_alike(exchange(store, meeting, "asked", str(asdict(asked)), rank=place.rank))
@@ -124,6 +127,9 @@ class RestartedJob(Job):
         )
         self._averager = averager  # type: ignore[assignment] # as above
         found = self._find(kept)
+        if found is not None and found.state.moment.step <= step:
+            found = None
+        engine.load_state_dict({"version": STATE_VERSION, "step": step, "samples": {}})
         holding = Holding(found.state.moment if found else None)
         texts = exchange(store, meeting, "holding", holding.to_json(), rank=place.rank)
         averager.begin(found, self._by_rank([read_holding(text) for text in texts]), own)

@@ -44,7 +44,7 @@ class SociableEngine(HierarchicalAverager):
     def run(
         self, level: PlannedLevel, *, holds_model: bool = True, is_ending: bool = False
     ) -> RoundDone | None:
-        self.agreed = Agreement((0.5, 0.5), self.step_count, (), is_ending=is_ending)
+        self.agreed = Agreement((0.5, 0.5), self.step_count, (), self._trained, is_ending)
         self._done(level, self.agreed)
         return RoundDone(level.name, self.step_count, Outcome.COMMITTED)
 
@@ -138,7 +138,8 @@ def test_empty_steps_lead_to_the_end_and_are_not_counted_as_work(make: MakeAvera
     before = tally.samples(rank=0, generation=0, step=0, state="", values={}).counters
     averager.finish()
     assert averager.is_ended
-    assert averager.step_count == PERIOD
+    assert averager._engine.step_count == PERIOD
+    assert averager.step_count == 1
     after = tally.samples(rank=0, generation=0, step=0, state="", values={}).counters
     for name in (names.STEPS, names.SAMPLES, names.PRODUCTIVE_SECONDS):
         assert after[name, ()] == before[name, ()] > 0

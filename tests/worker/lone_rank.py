@@ -68,7 +68,7 @@ class ScriptedGroup:
         assert not self.is_over
         self.round_index += 1
         is_ending = contribution.is_ending or self._engine.is_other_ending
-        agreement = Agreement((0.5, 0.5), contribution.step, (), is_ending=is_ending)
+        agreement = Agreement((0.5, 0.5), contribution.step, (), contribution.trained, is_ending)
         fate = self._engine.fates.pop(0) if self._engine.fates else Fate.COMMITTED
         if fate is not Fate.COMMITTED:
             self.cut()

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,21 @@ def test_alone_a_job_is_a_world_of_one() -> None:
         assert not job.should_stop
     assert job.step == 3
     assert job.should_stop
+
+
+def test_a_job_that_starts_goes_on_from_a_checkpoint_s_step() -> None:
+    model = nn.Linear(2, 2)
+    with eh.join() as job:
+        averager = job.averager(model, step=500)
+        assert job.step == 500
+        averager.step()
+    assert job.step == 501
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "500", True])
+def test_a_step_that_is_none_is_refused(step: Any) -> None:
+    with eh.join() as job, pytest.raises(InputError, match=r"was given step=.*\n\nhint: give the job\.step"):
+        job.averager(nn.Linear(2, 2), step=step)
 
 
 def test_samples_may_be_counted_by_torch() -> None:

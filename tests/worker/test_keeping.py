@@ -54,7 +54,9 @@ def test_what_was_kept_is_there_for_whoever_starts_anew(make: Make) -> None:
     keeper.close()
     again, restoring = make()
     assert not torch.equal(again.weight, model.weight)
-    assert restoring.restore() == 32
+    assert restoring.restore(after_step=32) is None, "a checkpoint of that step is as new"
+    assert not torch.equal(again.weight, model.weight)
+    assert restoring.restore(after_step=31) == 32
     assert torch.equal(again.weight, model.weight)
 
 
