@@ -17,6 +17,8 @@ PLAYED = ("console", "python", "output")
 CONFIGURATION = ("yaml", "json")
 # What a run printed that takes long and prints other numbers each time; the test of that run compares the rest.
 RECORDED = ("text",)
+# What changes in a loop: its new side is Python, made of what the whole example below it has.
+CHANGED = ("diff",)
 
 
 @dataclass(frozen=True, slots=True)

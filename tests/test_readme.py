@@ -6,6 +6,7 @@ with addresses of this machine in them, or stand in `NOT_HERE` with the reason w
 fails.
 """
 
+import ast
 import contextlib
 import io
 import json
@@ -24,7 +25,15 @@ from elastic_hieravg.rendezvous.settings import IGNORED, key_problems
 from tests.membership.etcd_servers import free_ports
 from tests.metrics import documents
 from tests.metrics.page_server import PageServer
-from tests.readme_blocks import CONFIGURATION, PLAYED, RECORDED, blocks_of, commands_of, is_configuration
+from tests.readme_blocks import (
+    CHANGED,
+    CONFIGURATION,
+    PLAYED,
+    RECORDED,
+    blocks_of,
+    commands_of,
+    is_configuration,
+)
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCK = re.compile(r"^```(console|python|output)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -84,6 +93,7 @@ def test_commands_and_snippets_do_what_the_readme_says(request: pytest.FixtureRe
 NOT_HERE = {
     "make demo": "it does its own set-up; tests/demo runs what it runs",
     "make test": "it would run this test",
+    "pip install -c constraints.txt .": "it fetches torch; tests/packaging installs the wheel",
     "hieravg status --url http://node-a:9400 --watch": "until Ctrl-C; tests/metrics runs it on a terminal",
     (
         "torchrun --nnodes=2:4 --nproc-per-node=2 --rdzv-backend=etcd3 --rdzv-endpoint=h1:2379,h2:2379,h3:2379 "
@@ -114,7 +124,9 @@ RUN_HERE = {*STATUS, *JOBS, DOCTOR, LISTEN, PEER}
 
 def commands() -> set[str]:
     """All of them but those of `console` blocks."""
-    found = [block for block in blocks_of(README.read_text()) if block.kind not in (*PLAYED, *RECORDED)]
+    found = [
+        block for block in blocks_of(README.read_text()) if block.kind not in (*PLAYED, *RECORDED, *CHANGED)
+    ]
     return {command for block in found if not is_configuration(block) for command in commands_of(block)}
 
 
@@ -160,6 +172,51 @@ def test_jobs_train(command: str, tmp_path: Path) -> None:
     digests = re.findall(r"model ([0-9a-f]{12})", done.stdout)
     assert len(digests) == 2, done.stdout + done.stderr
     assert len(set(digests)) == 1
+
+
+def loop() -> str:
+    """The training loop of the README, whole."""
+    (found,) = [
+        block.text
+        for block in blocks_of(README.read_text())
+        if block.kind == "python" and "eh.join()" in block.text
+    ]
+    return found
+
+
+def test_the_loop_is_the_same_under_the_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{loop()}\nprint('step', job.step, 'of', job.world_size)\n")
+    done = subprocess.run(
+        [
+            *(
+                "setpriv",
+                "--pdeathsig",
+                "KILL",
+                Path(sys.executable).with_name("hieravg"),
+                "run",
+                "--standalone",
+            ),
+            *("--nproc-per-node=2", "--metrics-port=off", script),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 160 of 2") == 2, done.stdout + done.stderr
+
+
+def test_what_changes_in_a_loop_is_what_the_whole_one_has() -> None:
+    (changed,) = [block.text for block in blocks_of(README.read_text()) if block.kind in CHANGED]
+    new = "\n".join(line[1:] for line in changed.splitlines() if not line.startswith("-"))
+    calls = {ast.unparse(each.func) for each in ast.walk(ast.parse(new)) if isinstance(each, ast.Call)}
+    assert {"eh.join", "job.averager", "averager.step"} <= calls
+    whole = {ast.unparse(each.func) for each in ast.walk(ast.parse(loop())) if isinstance(each, ast.Call)}
+    # Those of the reader's own script.
+    assert calls - whole <= {"draw", "loss_of"}
 
 
 @pytest.mark.parametrize("command", sorted(STATUS))
@@ -243,7 +300,7 @@ def test_the_demo_still_tells_the_facts_that_are_recorded() -> None:
 
 def test_every_fence_says_what_it_holds() -> None:
     kinds = {block.kind for block in blocks_of(README.read_text())}
-    assert kinds <= {*PLAYED, *CONFIGURATION, *RECORDED, "bash", "indented"}
+    assert kinds <= {*PLAYED, *CONFIGURATION, *RECORDED, *CHANGED, "bash", "indented"}
 
 
 def test_blocks_are_found_however_they_are_written() -> None:
