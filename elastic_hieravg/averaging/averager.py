@@ -75,8 +75,9 @@ class HierarchicalAverager:
 
     @property
     def trained_at_end(self) -> int:
-        """The last step that anybody trained, as agreed in a round that ended the job; else this rank's."""
-        return self.agreed.trained if self.agreed is not None and self.agreed.is_ending else self._trained
+        """The last step that anybody trained, as far as this rank was told by those whose loops had ended."""
+        agreed = self.agreed
+        return max(self._trained, agreed.trained) if agreed is not None and agreed.is_ending else self._trained
 
     @property
     def is_warmup(self) -> bool:

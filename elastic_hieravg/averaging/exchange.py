@@ -125,7 +125,7 @@ class Exchange:
             if turn is not None and turn.sends.numel():
                 group.post(turn.sends, to=turn.to, tag=tag)
 
-        watched = [group.watch(works, timeout_s=MESSAGE_TIMEOUT_S, after_each=send_next) for works in arriving]
+        watched = group.watch(arriving, timeout_s=MESSAGE_TIMEOUT_S, after_each=send_next)
         for index, waiting in enumerate(watched):
             group.join(waiting)
             yield index

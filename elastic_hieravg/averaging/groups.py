@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -86,7 +87,10 @@ class Group:
 
     def post(self, values: Tensor, *, to: int, tag: int) -> None:
         """Send from inside of `watch`; a failure is its failure. Waited for by `finish`."""
-        self._remember(self._backend.send([values], to, tag))
+        if self.is_over:
+            raise RuntimeError("the group was cut")
+        work = self._backend.send([values], to, tag)
+        self._works[id(work)] = work
 
     def receive(self, values: Tensor, *, of: int, tag: int) -> Work:
         return self._start(self._backend.recv, [values], of, tag)
@@ -96,26 +100,32 @@ class Group:
 
     def wait(self, works: Sequence[Work], *, timeout_s: float = math.inf) -> None:
         """Until these are done, each within `timeout_s`. A failure ends all others that were started."""
-        self.join(self.watch(works, timeout_s=timeout_s))
+        (waiting,) = self.watch([works], timeout_s=timeout_s)
+        self.join(waiting)
 
     def watch(
         self,
-        works: Sequence[Work | None],
+        batches: Sequence[Sequence[Work | None]],
         *,
         timeout_s: float = math.inf,
         after_each: Callable[[], object] = lambda: None,
-    ) -> "Waiting":
-        """Have these waited for, behind all that is waited for already; for `join`.
+    ) -> "list[Waiting]":
+        """Have these waited for, one batch behind the other; each for `join`.
 
         `after_each` is called by another thread after each of them, at once where there is none. It may start
         operations with `post`.
         """
-        for work in works:
+        for work in chain.from_iterable(batches):
             if work is not None:
                 # Once each: gloo would wait for a second message.
                 del self._works[id(work)]
-        waiting = Waiting(works, timedelta(seconds=min(timeout_s, self._timeout_s)), after_each=after_each)
-        self._hand_over(waiting)
+        timeout = timedelta(seconds=min(timeout_s, self._timeout_s))
+        waiting = [
+            Waiting(works, timeout, after_each=after_each, is_over=lambda: self.is_over) for works in batches
+        ]
+        # All at once: from the first one on another thread starts operations.
+        for each in waiting:
+            self._hand_over(each)
         return waiting
 
     def join(self, waiting: "Waiting") -> None:
@@ -227,6 +237,7 @@ class Waiting:
     timeout: timedelta
     ends_at_error: bool = True
     after_each: Callable[[], object] = lambda: None
+    is_over: Callable[[], bool] = lambda: False
     error: RuntimeError | None = None
     is_done: threading.Event = field(default_factory=threading.Event)
 
@@ -234,7 +245,8 @@ class Waiting:
         for work in self.works:
             try:
                 if work is not None:
-                    work.wait(self.timeout)
+                    # What does not end once the group is cut is not waited for in turn.
+                    work.wait(timedelta(seconds=END_S) if self.is_over() else self.timeout)
                 self.after_each()
             except RuntimeError as exc:
                 self.error = exc

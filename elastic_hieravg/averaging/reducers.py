@@ -192,10 +192,11 @@ class NodesReducer:
 
     def close(self) -> None:
         self.results, self._exchanges = [], []
+        if self._carriers is not None:
+            # Before the memory that it sends from and receives into.
+            self._carriers.close()
         self._memory.close()
         self._node.close()
-        if self._carriers is not None:
-            self._carriers.close()
 
     def _meet(self) -> None:
         for member, record in enumerate(self._node.gather(_OK, timeout_s=self._timeout_s)):

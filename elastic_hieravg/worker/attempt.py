@@ -257,7 +257,7 @@ class RestartedAverager:
                 f"no snapshot of step {step} is kept, of a sharded model: workers that start anew begin again"
             )
             return
-        moment = Moment(engine.step_count, engine.plan.generation, self._name)
+        moment = Moment(self.step_count, engine.plan.generation, self._name)
         try:
             self._file.write(*self._kept.state(moment))
         except OSError as exc:

@@ -123,7 +123,7 @@ class ElasticAverager:
     @property
     def step_count(self) -> int:
         """The job's steps; behind the loop, once the end is agreed, the last one that anybody trained."""
-        engine, is_over = self._engine, self._is_ending and self._is_ended
+        engine, is_over = self._engine, self._is_ending and self.is_ended
         return engine.trained_at_end if is_over else engine.step_count
 
     @property
@@ -338,7 +338,7 @@ class ElasticAverager:
 
     def _keep(self) -> None:
         if self._keeper is not None:
-            plan, step = self._engine.plan, self._engine.step_count
+            plan, step = self._engine.plan, self.step_count
             self._keeper.keep_if_only(plan, step=step, generation=self._number)
 
     def _role(self) -> Role:

@@ -12,7 +12,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from elastic_hieravg.averaging.averager import STATE_VERSION, HierarchicalAverager
 from elastic_hieravg.averaging.groups import NodeWorld
 from elastic_hieravg.config import TORCHRUN_VARIABLE, Asked, RestartPlace, WorkerPlace, read_metrics_place
-from elastic_hieravg.errors import MembershipError, PeerLostError, Problem, UsageError
+from elastic_hieravg.errors import InputError, MembershipError, PeerLostError, Problem, UsageError
 from elastic_hieravg.events import Observe, ignore
 from elastic_hieravg.membership.snapshot_files import Owner, find_agent, path_of, paths_of, remove_stale
 from elastic_hieravg.plan import Hierarchy
@@ -129,6 +129,7 @@ class RestartedJob(Job):
         found = self._find(kept)
         if found is not None and found.state.moment.step <= step:
             found = None
+        _check_same(exchange(store, meeting, "step", str(step), rank=place.rank))
         engine.load_state_dict({"version": STATE_VERSION, "step": step, "samples": {}})
         holding = Holding(found.state.moment if found else None)
         texts = exchange(store, meeting, "holding", holding.to_json(), rank=place.rank)
@@ -302,6 +303,17 @@ class _AgentWatcher:
         _log.error("this worker's agent is gone; the worker ends")
         # Not an exception: the training thread may be anywhere, and must not go on.
         os._exit(EXIT_ORPHANED)
+
+
+def _check_same(steps: Sequence[str]) -> None:
+    """Else one rank's model would go on from another's step."""
+    if len(set(steps)) > 1:
+        raise InputError(
+            Problem(
+                f"workers gave job.averager() different steps: {', '.join(sorted(set(steps), key=int))}",
+                "load the same checkpoint on every node, from where all of them can read it",
+            )
+        )
 
 
 def _connect() -> Store:
