@@ -13,12 +13,13 @@ from torch.distributed import HashStore
 from elastic_hieravg.averaging.averager import HierarchicalAverager
 from elastic_hieravg.averaging.header import Agreement
 from elastic_hieravg.averaging.mesh import lost
-from elastic_hieravg.errors import MembershipError, PeerLostError
+from elastic_hieravg.errors import InputError, MembershipError, PeerLostError
 from elastic_hieravg.events import Outcome, RoundDone
 from elastic_hieravg.metrics import catalogue as names
 from elastic_hieravg.metrics.tally import Tally
 from elastic_hieravg.plan import Hierarchy, Node, Plan, PlannedLevel, Topology, fit
 from elastic_hieravg.worker.attempt import RestartedAverager
+from elastic_hieravg.worker.restarted import _check_same
 from elastic_hieravg.worker.snapshots import Kept, SnapshotFile, read_newest
 
 PERIOD = 4
@@ -143,3 +144,9 @@ def test_empty_steps_lead_to_the_end_and_are_not_counted_as_work(make: MakeAvera
     after = tally.samples(rank=0, generation=0, step=0, state="", values={}).counters
     for name in (names.STEPS, names.SAMPLES, names.PRODUCTIVE_SECONDS):
         assert after[name, ()] == before[name, ()] > 0
+
+
+def test_workers_go_on_from_one_checkpoint_only() -> None:
+    _check_same(["500", "500"])
+    with pytest.raises(InputError, match=r"different steps: 0, 500, 1000\n\nhint: load the same checkpoint"):
+        _check_same(["500", "1000", "0"])

@@ -65,3 +65,16 @@ def test_a_step_over_no_samples_is_a_step(rank: LoneRank) -> None:
     rank.begin()
     rank.averager.step(num_samples=0)
     assert measured(rank).counters[names.STEPS, ()] == 2
+
+
+def test_the_job_s_step_never_goes_back(rank: LoneRank) -> None:
+    """The end was agreed, and this loop goes on all the same: what it trained then counts behind it too."""
+    rank.engine.is_other_ending = True
+    rank.begin()
+    while rank.averager.step_count < PERIOD:
+        rank.averager.step()
+    assert rank.averager.is_ended
+    rank.averager.step()
+    assert rank.averager.step_count == PERIOD + 1
+    rank.averager.finish()
+    assert rank.averager.step_count == PERIOD + 1
