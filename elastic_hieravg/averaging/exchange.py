@@ -61,7 +61,7 @@ class Exchange:
         self._start, end = parts[group.index]
         self._landing = [memory[: end - self._start] for memory in landing]
         first_start, first_end = parts[0]
-        # Two members cannot flood each other: there is one message at a time anyway.
+        # Two members cannot flood each other, and fewer messages are faster.
         num_wanted = PART_MESSAGES if num_members > 2 else 1
         size = min(max((first_end - first_start) // num_wanted, MESSAGE_VALUES_MIN), MESSAGE_VALUES_MAX)
         self._ahead_turns = max(AHEAD_TURNS_MIN, AHEAD_VALUES // max(1, min(size, first_end - first_start)))
